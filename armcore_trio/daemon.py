@@ -1,0 +1,119 @@
+"""The daemon: one nursery in which publisher, subscriber, watchdog and health server run side by side (R9).
+
+The only place where all parts meet. It builds the children, waits for a signal or for the supervisor to give up, then
+runs the stop sequence.
+"""
+
+import signal
+from collections.abc import AsyncIterator
+
+import trio
+
+from armcore_trio import __version__, logs
+from armcore_trio.errors import Dependency, Unrecoverable, leaves
+from armcore_trio.health import DatabaseProbe, HealthServer
+from armcore_trio.inbox import Inbox
+from armcore_trio.publisher import Publisher
+from armcore_trio.settings import Settings
+from armcore_trio.shutdown import Shutdown
+from armcore_trio.status import Status, TaskStatus
+from armcore_trio.store import Store
+from armcore_trio.subscriber import Application, Intake
+from armcore_trio.supervisor import ChildSpec, Start, Supervisor
+from armcore_trio.watchdog import Watchdog
+
+_GAVE_UP = 70
+
+
+async def run(settings: Settings, *, migrate: bool = False) -> int:
+    """Run until a signal or until nothing more can be done; returns the exit code.
+
+    0 after a signal; 128 + signal if a second one cut the stop short; 69 if the schema is missing or too old; 70 if the
+    supervisor gave up.
+    """
+    log = logs.get()
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        started = trio.current_time()
+        status = Status(settings.subjects, __version__, settings.nats_enabled)
+        inbox = Inbox(settings.inbox_buffer_messages)
+        log.info("daemon.started", version=__version__, nats_enabled=settings.nats_enabled, subjects=settings.subjects)
+        hurried: list[int] = []
+        async with trio.open_nursery() as nursery:
+            supervisor = Supervisor(nursery)
+            for name, (start, task_status) in _children(settings, status, inbox, migrate=migrate).items():
+                supervisor.start(ChildSpec(name, start), task_status)
+            cause = await _wait_for_end(signals, supervisor)
+            nursery.start_soon(_hurry, signals, hurried, nursery.cancel_scope)
+            await Shutdown(supervisor, status, inbox, settings.shutdown_grace_seconds).run(cause)
+            nursery.cancel_scope.cancel()
+        exit_code = 128 + hurried[0] if hurried else _exit_code(supervisor.failure)
+        seconds = round(trio.current_time() - started, 3)
+        log.info("shutdown.complete", seconds=seconds, exit_code=exit_code, totals=status.totals())
+    return exit_code
+
+
+def _children(settings: Settings, status: Status, inbox: Inbox, *, migrate: bool) -> dict[str, tuple[Start, TaskStatus]]:
+    """Every child by name, in the order in which it is started, with the status it reports to."""
+    both, database, nats = {*Dependency}, {Dependency.DATABASE}, {Dependency.NATS}
+    health = status.add("health")
+    if not settings.nats_enabled or settings.postgres_dsn is None:
+        return {"health": (HealthServer(settings.health_bind, status, None).run, health)}
+    dsn = settings.postgres_dsn.reveal()
+    store = Store(dsn, _Upgrade(dsn) if migrate else None)
+    publisher, watchdog = status.add("publisher", both), status.add("watchdog", database)
+    apply, intake = status.add("subscriber.apply", database), status.add("subscriber.intake", nats)
+    return {
+        "health": (HealthServer(settings.health_bind, status, DatabaseProbe(dsn)).run, health),
+        "subscriber.apply": (Application(settings, store, inbox, apply).run, apply),
+        "subscriber.intake": (Intake(settings, inbox, intake).run, intake),
+        "publisher": (Publisher(settings, store, publisher, intake).run, publisher),
+        "watchdog": (Watchdog(settings, store, watchdog).run, watchdog),
+    }
+
+
+class _Upgrade:
+    """Migrates once for all children that find the schema missing or too old (`run --migrate`)."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._lock = trio.Lock()
+        self._done = False
+
+    async def __call__(self) -> None:
+        async with self._lock:
+            if self._done:
+                return
+            from armcore_trio.migrate import migrate  # noqa: PLC0415 - Alembic costs a start that needs none a third of a second
+
+            before = await trio.to_thread.run_sync(migrate, self._dsn, abandon_on_cancel=True)
+            logs.get().info("migrate.done", revision_before=before)
+            self._done = True
+
+
+async def _wait_for_end(signals: AsyncIterator[int], supervisor: Supervisor) -> str:
+    """The name of the signal that asks for the stop, or `gave_up`."""
+    cause = "gave_up"
+
+    async def first_signal(scope: trio.CancelScope) -> None:
+        nonlocal cause
+        cause = signal.Signals(await anext(signals)).name
+        scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first_signal, nursery.cancel_scope)
+        await supervisor.gave_up.wait()
+        nursery.cancel_scope.cancel()
+    return cause
+
+
+async def _hurry(signals: AsyncIterator[int], hurried: list[int], scope: trio.CancelScope) -> None:
+    """A second signal ends everything at once."""
+    hurried.append(await anext(signals))
+    logs.get().warning("shutdown.hurried", signal=signal.Signals(hurried[0]).name)
+    scope.cancel()
+
+
+def _exit_code(failure: BaseException | None) -> int:
+    if failure is None:
+        return 0
+    return next((leaf.exit_code for leaf in leaves(failure) if isinstance(leaf, Unrecoverable)), _GAVE_UP)

@@ -1,0 +1,196 @@
+"""psycopg on Trio: connections that wait with Trio, end in bounded time, and fail in two ways only.
+
+Inside `bounded`, every failure of the database is either `DependencyDown` (the server is away, deaf or unwilling: start
+afresh) or `WriteRefused` (the server refused the data). Which of the two is told by SQLSTATE, since psycopg's classes
+mix outages with bad data. A cancelled query leaves its connection usable or closed, never stuck.
+"""
+
+import select
+from collections.abc import AsyncIterator, Generator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+import psycopg
+import trio
+from psycopg import conninfo, pq
+from psycopg.abc import PQGen, PQGenConn
+from psycopg.waiting import Ready, Wait
+
+from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
+
+RV = TypeVar("RV")
+
+CONNECT_SECONDS = 5.0
+QUERY_SECONDS = 10.0
+"""The longest a unit of work may take before the database counts as down. Lock waits end a little sooner, on the server."""
+_CANCEL_SECONDS = 0.5
+
+_SESSION = """
+SELECT set_config('lock_timeout', '8s', false), set_config('idle_in_transaction_session_timeout', '30s', false)
+"""
+
+# SQLSTATE classes in which the data is at fault: data exception, integrity, program limit, RAISE in a trigger, view check.
+_REFUSED_CLASSES = frozenset({"22", "23", "54", "P0", "44"})
+# Of class 42 (a statement that does not fit the schema: a defect of ours), these are the server's to mend: no right, no table.
+_UNWILLING = frozenset({"42501", "42P01"})
+
+
+def check_dsn(dsn: str) -> str | None:
+    """The password inside a connection string, if any. Raises `ValueError` (without its text) if libpq cannot read it."""
+    try:
+        password = conninfo.conninfo_to_dict(dsn).get("password")
+    except psycopg.Error:
+        raise ValueError("is not a PostgreSQL connection string") from None
+    return None if password is None else str(password)
+
+
+class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
+    """An `AsyncConnection` that waits with Trio. Opened by `connect`, in autocommit mode."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lock = trio.Lock()  # type: ignore[assignment]  # used as a context manager only
+
+    async def wait(self, gen: PQGen[RV], interval: float = 0, timeout: float | None = None) -> RV:  # noqa: ARG002
+        """Drive one of psycopg's generators. A cancelled query is cancelled on the server too, or the connection closed."""
+        try:
+            with trio.move_on_after(float("inf") if timeout is None else timeout):
+                return await self._drive(gen)
+        except trio.Cancelled:
+            if self.pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
+                await self._abandon(gen)
+            raise
+        raise psycopg.errors._WaitTimeout("wait timeout expired")
+
+    async def _drive(self, gen: PQGen[RV]) -> RV:
+        return await _run(_on(self.pgconn.socket, gen))
+
+    async def _abandon(self, gen: PQGen[Any]) -> None:
+        """Ask the server to stop and read what it still says; close if that takes too long (a frozen server)."""
+        with trio.move_on_after(_CANCEL_SECONDS, shield=True):
+            try:
+                await _run(self._cancel_gen())
+                await self._drive(gen)
+            except psycopg.errors.QueryCanceled:
+                return
+            except (psycopg.Error, OSError):
+                pass
+        if self.pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
+            self.pgconn.finish()
+
+    async def wait_notified(self) -> None:
+        """Wait for a notification. `DependencyDown` as soon as the connection dies, so this also watches an idle one."""
+        async with bounded("LISTEN", float("inf")), aclosing(self.notifies(stop_after=1)) as notifications:
+            async for _ in notifications:
+                pass
+
+
+@asynccontextmanager
+async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
+    """A connection for the length of the block, in autocommit mode; `application` names it in `pg_stat_activity`.
+
+    Hosts are tried in turn, `CONNECT_SECONDS` each. Raises `DependencyDown` if none lets us in. Leaving the block closes
+    the connection at once, without a word to the server.
+    """
+    async with bounded("connect", float("inf")):
+        connection = await _connect_any(conninfo.conninfo_to_dict(dsn, application_name=application))
+    try:
+        async with bounded("the session's settings", CONNECT_SECONDS):
+            await connection.set_autocommit(True)
+            await connection.execute(_SESSION)
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def _connect_any(params: dict[str, Any]) -> Connection:
+    attempts = await trio.to_thread.run_sync(conninfo.conninfo_attempts, params, abandon_on_cancel=True)
+    failure: psycopg.Error = psycopg.OperationalError("no host to connect to")
+    for attempt in attempts:
+        try:
+            with trio.fail_after(CONNECT_SECONDS):
+                return await _run(Connection._connect_gen(conninfo.make_conninfo("", **attempt)))
+        except trio.TooSlowError:
+            failure = psycopg.OperationalError(f"no answer to connect within {CONNECT_SECONDS:g} s")
+        except psycopg.OperationalError as error:
+            failure = error
+    raise failure
+
+
+@asynccontextmanager
+async def bounded(what: str, seconds: float = QUERY_SECONDS) -> AsyncIterator[None]:
+    """Run a unit of work on a connection: it ends within `seconds` and fails as the module says.
+
+    `what` names the work in `DependencyDown`. Errors in the statements themselves pass as they are: they are defects.
+    """
+    try:
+        with trio.fail_after(seconds):
+            yield
+    except trio.TooSlowError:
+        raise DependencyDown(Dependency.DATABASE, f"no answer to {what} within {seconds:g} s") from None
+    except psycopg.Error as error:
+        raise _translate(error) from error
+
+
+def _translate(error: psycopg.Error) -> Exception:
+    state, reason = error.sqlstate, " ".join(str(error).split())
+    if state is None:
+        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+            return DependencyDown(Dependency.DATABASE, reason)
+        return WriteRefused(None, reason) if isinstance(error, psycopg.DataError) else error
+    if state[:2] in _REFUSED_CLASSES:
+        return WriteRefused(state, reason)
+    if state[:2] == "42" and state not in _UNWILLING:
+        return error
+    return DependencyDown(Dependency.DATABASE, f"{reason} ({state})")
+
+
+async def _run(gen: PQGenConn[RV]) -> RV:
+    """Drive a generator that yields what to wait for and on which descriptor."""
+    try:
+        descriptor, wanted = next(gen)
+        while True:
+            descriptor, wanted = gen.send(await _ready(descriptor, wanted))
+    except StopIteration as stop:
+        result: RV = stop.value
+        return result
+
+
+def _on(descriptor: int, gen: PQGen[RV]) -> Generator[tuple[int, Wait], Ready | int, RV]:
+    """A generator of waits as one of waits on this descriptor."""
+    try:
+        wanted = next(gen)
+        while True:
+            wanted = gen.send((yield descriptor, wanted))
+    except StopIteration as stop:
+        result: RV = stop.value
+        return result
+
+
+async def _ready(descriptor: int, wanted: Wait) -> Ready:
+    if wanted == Wait.R:
+        await trio.lowlevel.wait_readable(descriptor)
+        return Ready.R
+    if wanted == Wait.W:
+        await trio.lowlevel.wait_writable(descriptor)
+        return Ready.W
+    return await _ready_either(descriptor)
+
+
+async def _ready_either(descriptor: int) -> Ready:
+    """Both directions (a pipeline's wait): a socket is nearly always writable, so look before waiting for either."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLOUT)
+    while not (events := poll.poll(0)):
+        async with trio.open_nursery() as nursery:
+            for wait in (trio.lowlevel.wait_readable, trio.lowlevel.wait_writable):
+                nursery.start_soon(_first, wait, descriptor, nursery.cancel_scope)
+    await trio.lowlevel.checkpoint()
+    found = events[0][1]
+    readable = Ready.R if found & ~select.POLLOUT else Ready.NONE
+    return Ready(readable | (Ready.W if found & select.POLLOUT else Ready.NONE))
+
+
+async def _first(wait: Any, descriptor: int, scope: trio.CancelScope) -> None:
+    await wait(descriptor)
+    scope.cancel()

@@ -1,0 +1,157 @@
+"""The health child: what the daemon says of itself over HTTP. It shares nothing with the tasks it reports on.
+
+`/healthcheck` looks at the database itself, over a connection of its own and for at most a second, so that a server
+that froze a moment ago does not pass for a healthy one. The other answers touch nothing but memory.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import hypercorn.trio
+import trio
+from attrs import define, field, frozen
+from hypercorn.config import Config
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from armcore_trio import logs
+from armcore_trio.database import Connection, bounded, connect
+from armcore_trio.errors import DependencyDown, leaves
+from armcore_trio.settings import Endpoint
+from armcore_trio.status import State, Status
+from armcore_trio.supervisor import Stop
+
+if TYPE_CHECKING:
+    from hypercorn.typing import ASGIFramework
+
+_log = logs.get(task="health")
+
+PROBE_SECONDS = 1.0
+_GRACE_SECONDS = 2.0
+
+
+class CannotListen(Exception):
+    """The address is taken or not ours."""
+
+
+@define
+class DatabaseProbe:
+    """Whether the database answers now. One look at a time, good for a second, so that many callers cost one query."""
+
+    dsn: str
+    _resources: AsyncExitStack = field(factory=AsyncExitStack)
+    _connection: Connection | None = None
+    _lock: trio.Lock = field(factory=trio.Lock)
+    _looked_at: float = float("-inf")
+    _answers: bool = False
+
+    async def answers(self) -> bool:
+        """Look, within `PROBE_SECONDS`, or repeat what was seen less than a second ago."""
+        async with self._lock:
+            if trio.current_time() - self._looked_at >= PROBE_SECONDS:
+                self._answers = await self._look()
+                self._looked_at = trio.current_time()
+            return self._answers
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._connection = None
+        await self._resources.aclose()
+
+    async def _look(self) -> bool:
+        try:
+            async with bounded("a probe", PROBE_SECONDS):
+                if self._connection is None:
+                    self._connection = await self._resources.enter_async_context(connect(self.dsn, "armcore-trio health"))
+                await self._connection.execute("SELECT 1")
+        except DependencyDown:
+            await self.close()
+            return False
+        return True
+
+
+class _Collector(Collector):
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        events = CounterMetricFamily("armcore_events", "What each task has done", labels=["task", "event"])
+        for task, totals in self._status.totals().items():
+            for event, count in totals.items():
+                events.add_metric([task, event], count)
+        running = GaugeMetricFamily("armcore_task_running", "1 while the task works", labels=["task"])
+        for name, task_status in self._status.tasks.items():
+            running.add_metric([name], float(task_status.state is State.RUNNING))
+        yield events
+        yield running
+
+
+@frozen
+class HealthServer:
+    """Serves `/healthcheck`, `/livez`, `/readyz` and `/metrics`. `probe` is None when no database is used (S6.3)."""
+
+    bind: Endpoint
+    status: Status
+    probe: DatabaseProbe | None
+
+    async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
+        """Serve until the stop. Raises `CannotListen` if the address cannot be bound."""
+        finish = trio.Event()
+        serve = partial(hypercorn.trio.serve, cast("ASGIFramework", self.app()), self._config(), shutdown_trigger=finish.wait)
+        try:
+            async with trio.open_nursery() as nursery:
+                urls = await nursery.start(serve)
+                _log.info("health.listening", url=urls[0])
+                task_status.started()
+                with stop.interrupts():
+                    await trio.sleep_forever()
+                finish.set()
+        except* OSError as group:
+            reasons = ", ".join(str(error.strerror) for error in leaves(group) if isinstance(error, OSError))
+            raise CannotListen(f"cannot listen on {self.bind}: {reasons}") from None
+        finally:
+            if self.probe is not None:
+                await self.probe.close()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/healthcheck", self._healthcheck),
+                Route("/readyz", self._readyz),
+                Route("/livez", self._livez),
+                Route("/metrics", self._metrics),
+            ]
+        )
+
+    def _config(self) -> Config:
+        config = Config()
+        config.bind = [str(self.bind)]
+        config.errorlog = logging.getLogger("hypercorn")
+        config.graceful_timeout = _GRACE_SECONDS
+        config.include_server_header = False
+        return config
+
+    async def _healthcheck(self, _: Request) -> Response:
+        answers = self.probe is not None and await self.probe.answers()
+        report = self.status.report(database_answers=answers)
+        return JSONResponse(report, 200 if report["status"] == "ok" else 503)
+
+    async def _readyz(self, request: Request) -> Response:
+        return Response(status_code=(await self._healthcheck(request)).status_code)
+
+    async def _livez(self, _: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def _metrics(self, _: Request) -> Response:
+        registry = CollectorRegistry()
+        registry.register(_Collector(self.status))
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,100 @@
+"""What has been received and not yet applied: the one thing that outlives connections (D4.7).
+
+The intake puts messages in, the application takes them from the front and drops them only after its commit, so that a
+database that restarts and a NATS that drops cost nothing that had arrived. Bounded in messages and in bytes.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import islice
+
+import trio
+
+from armcore_trio.bus import Message, Received
+from armcore_trio.messages import Envelope, Invalid, decode
+
+MAX_BYTES = 128 * 1024 * 1024
+
+
+class Pending:
+    """A received message, decoded once however often its batch is tried."""
+
+    def __init__(self, received: Received, max_bytes: int) -> None:
+        self.received = received
+        self._max_bytes = max_bytes
+
+    @cached_property
+    def content(self) -> Envelope | Invalid:
+        """The envelope, or why it is none."""
+        return decode(self.received.data, self._max_bytes)
+
+    @property
+    def job_id(self) -> str | None:
+        """The job the message names, as far as it can be read."""
+        return str(self.content.job_id) if self.content.job_id else None
+
+
+Answer = Callable[[Sequence[Message]], Awaitable[None]]
+
+
+class Inbox:
+    """The bounded buffer between intake and application."""
+
+    def __init__(self, max_messages: int, max_bytes: int = MAX_BYTES) -> None:
+        self._max_messages, self._max_bytes = max_messages, max_bytes
+        self._pending: deque[Pending] = deque()
+        self._bytes = 0
+        self._changed = trio.Event()
+        self._open = False
+        self.answer: Answer | None = None
+        """Sends answers while the intake is connected; None while it is not."""
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def put(self, pending: Pending) -> bool:
+        """Keep a message, unless there is no room: then False, and the caller says so."""
+        size = len(pending.received.data)
+        if len(self._pending) >= self._max_messages or (self._bytes + size > self._max_bytes and self._pending):
+            return False
+        self._pending.append(pending)
+        self._bytes += size
+        self._notify()
+        return True
+
+    def front(self, count: int) -> list[Pending]:
+        """The oldest messages, in the order received (D4.9); they stay until dropped."""
+        return list(islice(self._pending, count))
+
+    def drop(self, count: int) -> None:
+        """Forget the oldest messages: they have been dealt with."""
+        for _ in range(count):
+            self._bytes -= len(self._pending.popleft().received.data)
+        if not self._pending:
+            self._notify()
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """While the block runs, more may arrive."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            self._notify()
+
+    async def wait_filled(self) -> None:
+        """Return once there is a message."""
+        while not self._pending:
+            await self._changed.wait()
+
+    async def wait_settled(self) -> None:
+        """Return once nothing more can arrive and everything that did has been dealt with."""
+        while self._open or self._pending:
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()

@@ -1,0 +1,112 @@
+"""The structured log: every line of stdout is one JSON object, whoever wrote it, and no line holds a secret.
+
+structlog renders our own records; the standard library's loggers, warnings and uncaught exceptions end in the same
+place. Secrets are cut out of the rendered line itself, so no field and no library can leak one.
+"""
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, cast
+
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+from armcore_trio.errors import describe
+from armcore_trio.settings import LogFormat
+
+Log = structlog.typing.FilteringBoundLogger
+
+HIDDEN = "<hidden>"
+
+
+def configure(format: LogFormat, *, debug: bool, secrets: Iterable[str]) -> None:  # noqa: A002 - as the variable is called
+    """Send every record of this process to stdout, one line each."""
+    render = structlog.dev.ConsoleRenderer(colors=sys.stdout.isatty()) if format is LogFormat.CONSOLE else _render_json
+    structlog.configure(
+        processors=[
+            structlog.stdlib.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _flatten_exception,
+            render,
+            _Redactor(secrets),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if debug else logging.INFO),
+        logger_factory=structlog.WriteLoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    logging.captureWarnings(capture=True)
+    root = logging.getLogger()
+    root.handlers = [_Bridge()]
+    root.setLevel(logging.WARNING)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    sys.unraisablehook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def get(**fields: object) -> Log:
+    """A logger whose records carry these fields."""
+    return cast("Log", structlog.get_logger(**fields))
+
+
+def _flatten_exception(_: WrappedLogger, __: str, record: EventDict) -> EventDict:
+    """An exception becomes fields: `error` names every cause in one line, `traceback` is a list of places."""
+    error = record.pop("exc_info", None)
+    if isinstance(error, BaseException):
+        record.setdefault("error", describe(error))
+        record["traceback"] = _places(error)
+    return record
+
+
+def _places(error: BaseException) -> list[str]:
+    places = []
+    trace = error.__traceback__
+    while trace:
+        code = trace.tb_frame.f_code
+        places.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_qualname}")
+        trace = trace.tb_next
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            places += [f"  {place}" for place in _places(inner)]
+    return places
+
+
+def _render_json(_: WrappedLogger, __: str, record: EventDict) -> str:
+    ordered = {
+        "timestamp": record.pop("timestamp"),
+        "level": record.pop("level"),
+        "event": record.pop("event"),
+        **record,
+    }
+    return json.dumps(ordered, default=str)
+
+
+class _Redactor:
+    def __init__(self, secrets: Iterable[str]) -> None:
+        shown = {form for secret in secrets if secret for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1])}
+        self._secrets = sorted(shown, key=len, reverse=True)
+
+    def __call__(self, _: WrappedLogger, __: str, line: str | Mapping[str, Any]) -> str:
+        text = str(line)
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+
+class _Bridge(logging.Handler):
+    """The standard library's records as ours: event `library.<logger>`, the text in `message`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = get(message=" ".join(record.getMessage().split()))
+        error = record.exc_info[1] if record.exc_info else None
+        level = "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else "info"
+        getattr(log, level)(f"library.{record.name}", **({"exc_info": error} if error else {}))
+
+
+def _log_uncaught(_: type[BaseException], error: BaseException | None, __: TracebackType | None) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        return
+    get().critical("process.uncaught_exception", exc_info=error)

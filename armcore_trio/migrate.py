@@ -1,0 +1,84 @@
+"""The schema's migrations, run by the daemon itself or by hand. Alembic inside; one database migrates once, however many try.
+
+Importing Alembic costs a third of a second, so only those who migrate import this module.
+"""
+
+import io
+import time
+from collections.abc import Callable
+
+import alembic.command
+import psycopg
+from alembic.config import Config
+from sqlalchemy import Connection, NullPool, create_engine, exc, text
+
+from armcore_trio import logs
+from armcore_trio.errors import Dependency, DependencyDown
+from armcore_trio.resources import MIGRATIONS
+from armcore_trio.store import SCHEMA_VERSION
+
+LOCK_ATTEMPT_SECONDS = 5
+LOCK_SECONDS = 60
+_ADVISORY_LOCK = 4_201_370_114  # any number of our own; it serialises instances that migrate at once
+
+# SQLSTATEs of a wait that ended without the lock: lock_not_available, deadlock_detected.
+_LOCKED = frozenset({"55P03", "40P01"})
+
+
+def migrate(dsn: str, revision: str = SCHEMA_VERSION, log: logs.Log | None = None) -> str:
+    """Bring the schema to a revision, up or down; returns the one it had (`""` for none). Blocking: run it in a thread.
+
+    Waits for locks in short attempts, each said in the log, so that it never queues other work behind itself for long;
+    raises `DependencyDown` after `LOCK_SECONDS` of them, or at once if the database is away or unwilling.
+    """
+    log = log or logs.get()
+    give_up = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return _attempt(dsn, revision)
+        except exc.DBAPIError as error:
+            state = getattr(error.orig, "sqlstate", None)
+            reason = " ".join(str(error.orig).split())
+            if state not in _LOCKED or time.monotonic() > give_up:
+                raise DependencyDown(Dependency.DATABASE, f"migration: {reason}") from None
+            log.warning("migrate.waiting_for_lock", error=reason)
+
+
+def _attempt(dsn: str, revision: str) -> str:
+    engine = create_engine("postgresql+psycopg://", creator=lambda: _connect(dsn), poolclass=NullPool)
+    with engine.begin() as connection:
+        connection.execute(text(f"SET lock_timeout = '{LOCK_ATTEMPT_SECONDS}s'"))
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
+        before = _current(connection)
+        config = _config()
+        config.attributes["connection"] = connection
+        _direction(before, revision)(config, revision)
+        return before
+
+
+def _direction(before: str, revision: str) -> Callable[[Config, str], None]:
+    return alembic.command.downgrade if revision == "base" or revision < before else alembic.command.upgrade
+
+
+def _connect(dsn: str) -> psycopg.Connection:
+    return psycopg.connect(dsn, connect_timeout=5, application_name="armcore-trio migrate")
+
+
+def _current(connection: Connection) -> str:
+    if connection.execute(text("SELECT to_regclass('armcore_trio_version')")).scalar() is None:
+        return ""
+    return str(connection.execute(text("SELECT max(version_num) FROM armcore_trio_version")).scalar() or "")
+
+
+def script(revision: str = SCHEMA_VERSION) -> str:
+    """The SQL from an empty database to a revision, for a DBA to read, adapt and run."""
+    config = _config()
+    config.output_buffer = io.StringIO()
+    alembic.command.upgrade(config, revision, sql=True)
+    return config.output_buffer.getvalue()
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    return config

@@ -1,0 +1,155 @@
+"""The outbox child: queued jobs go out, unacknowledged ones go out again, those nobody acknowledges are given up (R1, R3).
+
+A batch is claimed, published, confirmed and marked in one transaction: the rows stay locked meanwhile, so an ack that
+overtakes the commit waits for it (D1.2), and a failure anywhere leaves them as they were.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from uuid import UUID
+
+import trio
+from attrs import frozen
+
+from armcore_trio import logs, store
+from armcore_trio.bus import ANSWER_SECONDS, Bus, Message, open_bus
+from armcore_trio.database import QUERY_SECONDS, Connection, bounded
+from armcore_trio.errors import WriteRefused
+from armcore_trio.lifecycle import Change, Event, Job, Status, UnackedAction, advance, decide_unacked
+from armcore_trio.messages import RequestInvalid, Source, build_request
+from armcore_trio.passes import run_pass
+from armcore_trio.settings import Settings
+from armcore_trio.status import TaskStatus
+from armcore_trio.store import Sent, Store
+from armcore_trio.supervisor import Stop
+
+_log = logs.get(task="publisher")
+
+_PASS_SECONDS = QUERY_SECONDS + ANSWER_SECONDS
+
+
+@frozen
+class _Built:
+    """A claimed batch, split into what can be sent and what can never be."""
+
+    messages: list[Message]
+    sent: list[Sent]
+    unbuildable: list[Change]
+
+
+@frozen
+class Publisher:
+    """Publishes from `store` to NATS. `intake` tells whether acks can reach this instance at all (D3.1)."""
+
+    settings: Settings
+    store: Store
+    status: TaskStatus
+    intake: TaskStatus
+
+    async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
+        """Run passes: at once, on each insert's notification, and every `OUTBOX_POLL_SECONDS` whatever was notified (D1.6)."""
+        async with self.store.open("publisher") as connection, open_bus(self.settings, "armcore-trio publisher") as bus:
+            await store.listen(connection)
+            task_status.started()
+            while not stop.requested:
+                await self.run_once(connection, bus, stop)
+                with stop.interrupts(), trio.move_on_after(self.settings.outbox_poll_seconds):
+                    await connection.wait_notified()
+
+    async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> None:
+        """Publish every queued job there is, then see to the unacknowledged ones."""
+        batch_size = self.settings.outbox_batch_size
+        publish = partial(self._publish_batch, connection, bus)
+        await run_pass(publish, batch_size=batch_size, stop=stop, refused=self._log_refusal)
+        if self.intake.running_seconds() is not None:
+            repeat = partial(self._repeat_batch, connection, bus)
+            await run_pass(repeat, batch_size=batch_size, stop=stop, refused=self._log_refusal)
+
+    async def _publish_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
+        reply_timeout_seconds = self.settings.reply_timeout_seconds
+        async with bounded("a publishing pass", _PASS_SECONDS), connection.transaction():
+            sources = await store.claim_queued(connection, limit=limit, reply_timeout_seconds=reply_timeout_seconds, skip=skip)
+            if not sources:
+                return
+            claimed += [source.job_id for source in sources]
+            built = self._build(sources, bus, Status.QUEUED)
+            await bus.publish_batch(built.messages)
+            await store.mark_published(connection, built.sent, reply_timeout_seconds=reply_timeout_seconds)
+            await store.apply_changes(connection, built.unbuildable)
+        self._report("outbox.published", "published", built)
+
+    async def _repeat_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
+        settings = self.settings
+        async with bounded("a republishing pass", _PASS_SECONDS), connection.transaction():
+            sources = await store.claim_unacked(
+                connection,
+                limit=limit,
+                ack_timeout_seconds=settings.ack_timeout_seconds,
+                reply_timeout_seconds=settings.reply_timeout_seconds,
+                skip=skip,
+            )
+            if not sources:
+                return
+            claimed += [source.job_id for source in sources]
+            actions = [decide_unacked(source.republish_count, settings.outbox_max_republish) for source in sources]
+            repeats = [s for s, action in zip(sources, actions, strict=True) if action is UnackedAction.REPUBLISH]
+            hopeless = [s for s, action in zip(sources, actions, strict=True) if action is UnackedAction.DEAD_LETTER]
+            if not self._could_have_heard():
+                skip |= {source.job_id for source in hopeless}
+                hopeless = []
+            built = self._build(repeats, bus, Status.PUBLISHED)
+            dead = [self._dead_letter(source) for source in hopeless]
+            await bus.publish_batch(built.messages)  # even if empty: nothing is counted over a dead connection (D3.1)
+            await store.mark_republished(connection, built.sent, reply_timeout_seconds=settings.reply_timeout_seconds)
+            await store.apply_changes(connection, built.unbuildable + dead)
+        self._report("outbox.republished", "republished", built)
+        if dead:
+            self.status.totals["dead_lettered"] += len(dead)
+            job_ids = [str(change.job.id) for change in dead]
+            _log.warning("outbox.dead_lettered", count=len(dead), job_ids=job_ids, error_code="NO_ACK")
+
+    def _could_have_heard(self) -> bool:
+        """Whether the last wait for an ack was spent connected: an outage or a start in between gives it another repeat's time."""
+        heard = (self.status.running_seconds(), self.intake.running_seconds())
+        return all(seconds is not None and seconds >= self.settings.ack_timeout_seconds for seconds in heard)
+
+    def _dead_letter(self, source: Source) -> Change:
+        waited = f"no ack within {self.settings.ack_timeout_seconds:g} s of the request, nor of {source.republish_count} repeats"
+        return _advance(source, Status.PUBLISHED, Event.UNACKED, waited)
+
+    def _build(self, sources: Sequence[Source], bus: Bus, status: Status) -> _Built:
+        built = _Built([], [], [])
+        for source in sources:
+            try:
+                subject = self.settings.request_subjects.get(source.pipeline)
+                if subject is None:
+                    raise RequestInvalid(f"unknown pipeline {source.pipeline!r}")
+                data = build_request(source)
+                if len(data) > bus.max_payload:
+                    raise RequestInvalid(f"the request has {len(data)} bytes, the NATS server takes {bus.max_payload}")
+            except RequestInvalid as problem:
+                built.unbuildable.append(_advance(source, status, Event.UNBUILDABLE, str(problem)))
+                continue
+            msg_id = f"{source.job_id}:{source.attempt}"
+            built.messages.append(Message(subject, data, msg_id))
+            built.sent.append(Sent(source.job_id, msg_id, subject, source.republish_count + 1))
+        return built
+
+    def _report(self, event: str, total: str, built: _Built) -> None:
+        """Say, after the commit, what it made true."""
+        if built.sent:
+            self.status.totals[total] += len(built.sent)
+            _log.info(event, count=len(built.sent), job_ids=[str(one.job_id) for one in built.sent])
+        for change in built.unbuildable:
+            self.status.totals["refused"] += 1
+            _log.warning("outbox.refused", job_id=str(change.job.id), error_code=change.error_code, error=change.error_message)
+
+    def _log_refusal(self, job_id: UUID, refusal: WriteRefused) -> None:
+        self.status.totals["failed"] += 1
+        _log.error("outbox.write_refused", job_id=str(job_id), sqlstate=refusal.sqlstate, error=refusal.reason)
+
+
+def _advance(source: Source, status: Status, event: Event, message: str) -> Change:
+    change = advance(Job(source.job_id, source.file_id, status), event, message)
+    assert change is not None, f"{event} must be possible for a {status} job"
+    return change

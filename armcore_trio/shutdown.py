@@ -1,0 +1,68 @@
+"""The stop, step by step, each step bounded and said in the log (R9).
+
+signal -> health says stopping -> publisher and watchdog finish their pass -> the subscription is drained, and all
+that was received is applied and answered -> connections close -> health last -> shutdown.complete
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+from attrs import frozen
+
+from armcore_trio import logs
+from armcore_trio.inbox import Inbox
+from armcore_trio.status import Status
+from armcore_trio.subscriber import abandon
+from armcore_trio.supervisor import Supervisor
+
+_log = logs.get()
+
+_HEALTH_SECONDS = 3.0
+_MARGIN_SECONDS = 0.5
+
+
+@frozen
+class Shutdown:
+    """The stop sequence of a daemon whose children these are. Takes at most `grace_seconds`, plus a bounded clean-up."""
+
+    supervisor: Supervisor
+    status: Status
+    inbox: Inbox
+    grace_seconds: float
+
+    async def run(self, cause: str) -> None:
+        """Go through all steps. What could not be applied in time is listed in the log as abandoned."""
+        _log.info("shutdown.started", signal=cause, grace_seconds=self.grace_seconds)
+        self.status.stopping = True
+        started = trio.current_time()
+        last = started + max(self.grace_seconds - _HEALTH_SECONDS, self.grace_seconds / 2) - _MARGIN_SECONDS
+        await self._step("passes", self._stop_all, ["publisher", "watchdog"], last - (last - started) / 2)
+        await self._step("inbox", self._settle, last)
+        await self._step("connections", self._stop_all, ["subscriber.apply", "subscriber.intake"], last)
+        for pending in self.inbox.front(len(self.inbox)):
+            abandon(pending, self.status.tasks["subscriber.apply"], "the stop came before it could be applied")
+        await self._step("health", self._stop_all, ["health"], started + self.grace_seconds)
+
+    async def _step(self, name: str, action: Callable[..., Awaitable[bool]], *args: object) -> None:
+        started = trio.current_time()
+        finished = await action(*args)
+        seconds = round(trio.current_time() - started, 3)
+        (_log.info if finished else _log.warning)("shutdown.step", step=name, seconds=seconds, finished=finished)
+
+    async def _stop_all(self, names: Sequence[str], deadline: float) -> bool:
+        finished: list[bool] = []
+
+        async def stop(name: str) -> None:
+            finished.append(await self.supervisor.stop(name, max(0, deadline - trio.current_time())))
+
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                nursery.start_soon(stop, name)
+        return all(finished)
+
+    async def _settle(self, deadline: float) -> bool:
+        self.supervisor.request_stop("subscriber.intake")
+        with trio.move_on_at(deadline):
+            await self.inbox.wait_settled()
+            return True
+        return False

@@ -1,0 +1,46 @@
+-- Everything a batch of events changes, in one statement: objects, jobs, their files and failure facts (R2-R5, D4.10).
+-- A row whose status is no longer the expected one is left alone, and so are its file and fact; the caller counts.
+WITH change AS MATERIALIZED (
+    SELECT * FROM json_to_recordset(%(changes)s::json) AS (
+        job_id uuid, expected text, status text, file_status text, fact text, acked boolean, final boolean,
+        service_name text, service_version text, metrics jsonb, error_code text, error_message text,
+        result_schema_version text, result_msg_id text, result_s3_object_id uuid, raw_s3_object_id uuid
+    )
+), object AS (
+    INSERT INTO s3_object (id, bucket, key, bucket_role, created_by, created_at)
+    SELECT id, bucket, key, bucket_role, created_by, now()
+    FROM json_to_recordset(%(objects)s::json) AS (id uuid, bucket text, key text, bucket_role text, created_by text)
+), job AS (
+    UPDATE recognition_job AS job
+    SET status = change.status,
+        started_at = CASE WHEN change.acked THEN now() ELSE job.started_at END,
+        finished_at = CASE WHEN change.final THEN now() ELSE job.finished_at END,
+        service_name = coalesce(change.service_name, job.service_name),
+        service_version = coalesce(change.service_version, job.service_version),
+        metrics = CASE
+            WHEN change.metrics IS NULL THEN job.metrics
+            ELSE CASE jsonb_typeof(job.metrics) WHEN 'object' THEN job.metrics ELSE '{}' END || change.metrics
+        END,
+        error_code = change.error_code,
+        error_message = change.error_message,
+        result_schema_version = change.result_schema_version,
+        result_msg_id = change.result_msg_id,
+        result_s3_object_id = change.result_s3_object_id,
+        raw_s3_object_id = change.raw_s3_object_id
+    FROM change
+    WHERE job.id = change.job_id AND job.status = change.expected
+    RETURNING job.id, job.file_id, job.pipeline, job.service_name, change.error_code, change.error_message,
+              change.file_status, change.fact
+), file AS (
+    UPDATE stored_file AS file
+    SET status = job.file_status,
+        error_code = CASE job.file_status WHEN 'ERROR' THEN job.error_code END,
+        error_message = CASE job.file_status WHEN 'ERROR' THEN job.error_message END,
+        updated_at = now()
+    FROM job
+    WHERE file.id = job.file_id AND file.current_recognition_job_id = job.id AND job.file_status IS NOT NULL
+), fact AS (
+    INSERT INTO quality_failure_fact (job_id, file_id, pipeline, failure_kind, error_code, service_name, occurred_at)
+    SELECT id, file_id, pipeline, fact, error_code, service_name, now() FROM job WHERE fact IS NOT NULL
+)
+SELECT count(*) FROM job

@@ -1,0 +1,255 @@
+"""Every statement the exchange runs, each in its file under `sql/`, and the functions that run them.
+
+All take a connection whose caller has opened a transaction and wrapped it in `database.bounded`. A change is written
+only onto the status it was decided on, and counted: `ConcurrentChange` if a row moved meanwhile, which the locks forbid.
+"""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, LiteralString
+from uuid import UUID
+
+from attrs import frozen
+
+from armcore_trio.database import Connection, bounded, connect
+from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated
+from armcore_trio.lifecycle import FINAL, Change, Job, Status, StoredObject
+from armcore_trio.messages import ObjectKey, Source
+from armcore_trio.resources import SQL
+
+SCHEMA_VERSION = "0002"
+"""The migration this version needs; revisions sort as text."""
+
+CHANNEL: LiteralString = "recognition_job_queued"
+
+
+class ConcurrentChange(Exception):
+    """Fewer rows were written than decided on: a locked row changed, which is a defect."""
+
+
+def _load(name: LiteralString) -> LiteralString:
+    return (SQL / f"{name}.sql").read_text("utf-8")
+
+
+_CLAIM_QUEUED = _load("claim_queued")
+_CLAIM_UNACKED = _load("claim_unacked")
+_CLAIM_EXPIRED = _load("claim_expired")
+_MARK_PUBLISHED = _load("mark_published")
+_MARK_REPUBLISHED = _load("mark_republished")
+_LOCK_JOBS = _load("lock_jobs")
+_REGISTERED_KEYS = _load("registered_keys")
+_APPLY_CHANGES = _load("apply_changes")
+_RETRY = _load("retry")
+_SUBMIT = _load("submit")
+_LOCK_FOR_RETRY = _load("lock_for_retry")
+_LATEST_ATTEMPT = _load("latest_attempt")
+
+
+async def check_schema(connection: Connection) -> None:
+    """Raises `SchemaOutdated` if the database lacks what this version needs (D9.1), `DependencyDown` if it is read-only."""
+    async with bounded("the schema check"):
+        cursor = await connection.execute(
+            "SELECT to_regclass('public.armcore_trio_version'), current_setting('transaction_read_only')"
+        )
+        table, read_only = (await cursor.fetchall())[0]
+        version = ""
+        if table is not None:
+            cursor = await connection.execute("SELECT coalesce(max(version_num), '') FROM public.armcore_trio_version")
+            version = (await cursor.fetchall())[0][0]
+    if version < SCHEMA_VERSION:
+        found = f"is at revision {version}" if version else "is missing"
+        raise SchemaOutdated(f"the schema {found}, this version needs {SCHEMA_VERSION}: run `armcore-trio migrate`")
+    if read_only == "on":
+        raise DependencyDown(Dependency.DATABASE, "the server is read-only")
+
+
+@frozen
+class Store:
+    """Where the exchange keeps its state: how to get a connection to it that is fit for use.
+
+    `upgrade` is called if the schema is missing or too old (`run --migrate`); without it that is `SchemaOutdated`.
+    """
+
+    dsn: str
+    upgrade: Callable[[], Awaitable[None]] | None = None
+
+    @asynccontextmanager
+    async def open(self, task: str) -> AsyncIterator[Connection]:
+        """A connection to a checked, writable schema for the length of the block. Raises `DependencyDown`, `SchemaOutdated`."""
+        async with connect(self.dsn, f"armcore-trio {task}") as connection:
+            try:
+                await check_schema(connection)
+            except SchemaOutdated:
+                if self.upgrade is None:
+                    raise
+                await self.upgrade()
+                await check_schema(connection)
+            yield connection
+
+
+async def listen(connection: Connection) -> None:
+    """From now on inserts wake `connection.wait_notified` (D1.6)."""
+    async with bounded("LISTEN"):
+        await connection.execute(f"LISTEN {CHANNEL}")
+
+
+async def claim_queued(
+    connection: Connection, *, limit: int, reply_timeout_seconds: float, skip: Collection[UUID]
+) -> list[Source]:
+    """The oldest queued jobs that nobody holds, locked until the transaction ends (D1.2, D1.3)."""
+    params = {"limit": limit, "reply_timeout": reply_timeout_seconds, "skip": list(skip)}
+    cursor = await connection.execute(_CLAIM_QUEUED, params)
+    return [Source(*row) for row in await cursor.fetchall()]
+
+
+async def claim_unacked(
+    connection: Connection,
+    *,
+    limit: int,
+    ack_timeout_seconds: float,
+    reply_timeout_seconds: float,
+    skip: Collection[UUID],
+) -> list[Source]:
+    """Published jobs without an ack for that long, locked; those past their deadline are the watchdog's (R3, D3.2)."""
+    params = {
+        "limit": limit,
+        "ack_timeout": ack_timeout_seconds,
+        "reply_timeout": reply_timeout_seconds,
+        "skip": list(skip),
+    }
+    cursor = await connection.execute(_CLAIM_UNACKED, params)
+    return [Source(*row) for row in await cursor.fetchall()]
+
+
+async def claim_expired(connection: Connection, *, limit: int, skip: Collection[UUID]) -> list[Job]:
+    """Jobs whose reply is overdue by the database's clock, locked (R5)."""
+    cursor = await connection.execute(_CLAIM_EXPIRED, {"limit": limit, "skip": list(skip)})
+    return [Job(job_id, file_id, Status(status)) for job_id, file_id, status in await cursor.fetchall()]
+
+
+@frozen
+class Sent:
+    """A request the server has confirmed."""
+
+    job_id: UUID
+    msg_id: str
+    subject: str
+    republish_count: int
+
+
+async def mark_published(connection: Connection, sent: Sequence[Sent], *, reply_timeout_seconds: float) -> None:
+    """Queued jobs become published (R1)."""
+    params = {
+        "ids": [one.job_id for one in sent],
+        "msg_ids": [one.msg_id for one in sent],
+        "subjects": [one.subject for one in sent],
+        "reply_timeout": reply_timeout_seconds,
+    }
+    _expect(len(sent), (await connection.execute(_MARK_PUBLISHED, params)).rowcount)
+
+
+async def mark_republished(connection: Connection, sent: Sequence[Sent], *, reply_timeout_seconds: float) -> None:
+    """Published jobs were sent once more (R3)."""
+    params = {
+        "ids": [one.job_id for one in sent],
+        "republish_counts": [one.republish_count for one in sent],
+        "reply_timeout": reply_timeout_seconds,
+    }
+    _expect(len(sent), (await connection.execute(_MARK_REPUBLISHED, params)).rowcount)
+
+
+async def lock_jobs(connection: Connection, ids: Iterable[UUID]) -> dict[UUID, Job]:
+    """The jobs of these ids that exist, locked; waits for whoever holds them, such as a publisher about to commit (D1.2)."""
+    cursor = await connection.execute(_LOCK_JOBS, {"ids": list(ids)})
+    rows = await cursor.fetchall()
+    return {row[0]: Job(row[0], row[1], Status(row[2]), row[3]) for row in rows}
+
+
+async def registered_keys(connection: Connection, keys: Collection[ObjectKey]) -> frozenset[ObjectKey]:
+    """Those of the keys that `s3_object` already holds."""
+    if not keys:
+        return frozenset()
+    params = {"buckets": [key.bucket for key in keys], "keys": [key.key for key in keys]}
+    cursor = await connection.execute(_REGISTERED_KEYS, params)
+    return frozenset(ObjectKey(*row) for row in await cursor.fetchall())
+
+
+async def apply_changes(connection: Connection, changes: Sequence[Change]) -> None:
+    """Write changes with their objects, files and facts; one change per job. One statement, all or nothing."""
+    if not changes:
+        return
+    objects = [stored for change in changes for stored in (change.result, change.raw) if stored]
+    params = {
+        "changes": json.dumps([_row(change) for change in changes]),
+        "objects": json.dumps([_object_row(stored) for stored in objects]),
+    }
+    cursor = await connection.execute(_APPLY_CHANGES, params)
+    _expect(len(changes), (await cursor.fetchall())[0][0])
+
+
+def _row(change: Change) -> dict[str, Any]:
+    return {
+        "job_id": str(change.job.id),
+        "expected": change.expected,
+        "status": change.status,
+        "file_status": change.file,
+        "fact": change.fact,
+        "acked": change.acked,
+        "final": change.status in FINAL,
+        "service_name": change.service_name,
+        "service_version": change.service_version,
+        "metrics": change.metrics,
+        "error_code": change.error_code,
+        "error_message": change.error_message,
+        "result_schema_version": change.result_schema_version,
+        "result_msg_id": change.result_msg_id,
+        "result_s3_object_id": str(change.result.id) if change.result else None,
+        "raw_s3_object_id": str(change.raw.id) if change.raw else None,
+    }
+
+
+def _object_row(stored: StoredObject) -> dict[str, str]:
+    return {
+        "id": str(stored.id),
+        "bucket": stored.key.bucket,
+        "key": stored.key.key,
+        "bucket_role": stored.role,
+        "created_by": stored.created_by,
+    }
+
+
+def _expect(expected: int, written: int) -> None:
+    if written != expected:
+        raise ConcurrentChange(f"{expected} rows were to be written, {written} were")
+
+
+@frozen
+class RetryCandidate:
+    """A locked job as a retry sees it. `current` tells whether it is its file's current job."""
+
+    status: Status
+    attempt: int
+    current: bool
+    latest_attempt: int
+
+
+async def lock_for_retry(connection: Connection, job_id: UUID) -> RetryCandidate | None:
+    """The job, locked together with its file (R8); None if there is none."""
+    rows = await (await connection.execute(_LOCK_FOR_RETRY, {"id": job_id})).fetchall()
+    if not rows:
+        return None
+    status, attempt, current = rows[0]
+    latest = await (await connection.execute(_LATEST_ATTEMPT, {"id": job_id})).fetchall()
+    return RetryCandidate(Status(status), attempt, current, latest[0][0])
+
+
+async def retry(connection: Connection, job_id: UUID) -> tuple[UUID, int]:
+    """A new attempt for a locked job's file, which becomes its current one. Returns the new job's id and attempt."""
+    new_job_id, attempt = (await (await connection.execute(_RETRY, {"id": job_id})).fetchall())[0]
+    return new_job_id, attempt
+
+
+async def submit(connection: Connection, **values: str | UUID | None) -> None:
+    """A source object, its file and a queued job. `values` are the parameters of `submit.sql`."""
+    await connection.execute(_SUBMIT, {"created_by": "armcore-trio submit", **values})

@@ -1,0 +1,195 @@
+"""The inbox child, in two parts that fail and restart separately: intake (NATS to buffer) and application (buffer to database).
+
+A batch of messages is applied in one transaction with the same result as one by one: the jobs are locked, each message
+is decided on in order against the rows as the messages before it left them, and the outcome is written at once (R2, R4).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from uuid import UUID
+
+import trio
+from attrs import frozen
+
+from armcore_trio import logs, store
+from armcore_trio.bus import Message, Received, open_bus
+from armcore_trio.database import Connection, bounded
+from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
+from armcore_trio.inbox import Inbox, Pending
+from armcore_trio.lifecycle import Change, Job, Outcome, Verdict, receive
+from armcore_trio.messages import Envelope, Invalid, ObjectKey, Reason
+from armcore_trio.settings import Settings
+from armcore_trio.status import TaskStatus
+from armcore_trio.store import Store
+from armcore_trio.supervisor import Stop
+
+_log = logs.get(task="subscriber")
+
+QUEUE_GROUP = "arm-core"
+_HARMLESS = frozenset({Outcome.DUPLICATE, Outcome.IGNORED})
+_UNIQUE_VIOLATION = "23505"
+
+
+@frozen
+class Intake:
+    """Takes messages from the queue group into the inbox."""
+
+    settings: Settings
+    inbox: Inbox
+    status: TaskStatus
+
+    async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
+        """Receive until the stop; then leave the group, take what was under way, and stay until all of it is answered."""
+        async with open_bus(self.settings, "armcore-trio subscriber") as bus:
+            try:
+                with self.inbox.receiving():
+                    await bus.subscribe(self.settings.result_subject, QUEUE_GROUP, self._take)
+                    self.inbox.answer = bus.publish_batch
+                    task_status.started()
+                    with stop.interrupts():
+                        await trio.sleep_forever()
+                    await bus.drain()
+                await self.inbox.wait_settled()
+            finally:
+                self.inbox.answer = None
+
+    def _take(self, received: Received) -> None:
+        pending = Pending(received, self.settings.inbox_max_bytes)
+        self.status.totals["received"] += 1
+        if not self.inbox.put(pending):
+            abandon(pending, self.status, "the inbox is full")
+
+
+def abandon(pending: Pending, status: TaskStatus, why: str) -> None:
+    """A message that cannot be kept: its service will not be answered, and its job ends by repeat or deadline (D4.7)."""
+    status.totals["abandoned"] += 1
+    _log.error("inbox.abandoned", job_id=pending.job_id, msg_id=pending.received.msg_id, error=why)
+
+
+@frozen
+class Application:
+    """Applies what the inbox holds."""
+
+    settings: Settings
+    store: Store
+    inbox: Inbox
+    status: TaskStatus
+
+    async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
+        """Apply batches as messages arrive, watching the connection while there are none."""
+        async with self.store.open("subscriber") as connection:
+            task_status.started()
+            while not stop.requested:
+                if batch := self.inbox.front(self.settings.inbox_batch_size):
+                    await self.apply(connection, batch)
+                else:
+                    with stop.interrupts():
+                        await self._wait_filled(connection)
+
+    async def _wait_filled(self, connection: Connection) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.wait_notified)
+            await self.inbox.wait_filled()
+            nursery.cancel_scope.cancel()
+
+    async def apply(self, connection: Connection, batch: Sequence[Pending]) -> None:
+        """Apply the inbox's oldest messages, drop them from it, log and answer them. On an outage they all stay."""
+        try:
+            verdicts = await self._commit(connection, batch)
+        except WriteRefused as refusal:
+            if len(batch) > 1:
+                for pending in batch:
+                    await self.apply(connection, [pending])
+                return
+            verdicts = [_refused(refusal)]
+        self.inbox.drop(len(batch))
+        self._report(batch, verdicts)
+        await self._answer(batch, verdicts)
+
+    async def _commit(self, connection: Connection, batch: Sequence[Pending]) -> list[Verdict]:
+        envelopes = [pending.content for pending in batch if isinstance(pending.content, Envelope)]
+        if not envelopes:
+            return decide(batch, {}, frozenset(), self.settings.s3_bucket)[0]
+        keys = {key for envelope in envelopes for key in envelope.object_keys(self.settings.s3_bucket)}
+        async with bounded("apply a batch of messages"), connection.transaction():
+            jobs = await store.lock_jobs(connection, {envelope.job_id for envelope in envelopes})
+            registered = await store.registered_keys(connection, keys)
+            verdicts, changes = decide(batch, jobs, registered, self.settings.s3_bucket)
+            await store.apply_changes(connection, changes)
+        return verdicts
+
+    def _report(self, batch: Sequence[Pending], verdicts: Sequence[Verdict]) -> None:
+        self.status.totals.update(Counter(verdict.outcome.value for verdict in verdicts))
+        applied: dict[str, list[str]] = {}
+        for pending, verdict in zip(batch, verdicts, strict=True):
+            received, content = pending.received, pending.content
+            if received.conflicting:
+                _log.warning("inbox.conflicting_msg_ids", job_id=pending.job_id, msg_id=received.msg_id)
+            if verdict.change is not None:
+                applied.setdefault(verdict.change.status, []).append(str(verdict.change.job.id))
+                if received.msg_id is None and not verdict.change.acked:
+                    _log.warning("inbox.missing_msg_id", job_id=pending.job_id)
+            else:
+                detail = content.detail if isinstance(content, Invalid) else None
+                log = _log.info if verdict.outcome in _HARMLESS else _log.warning
+                log(
+                    f"inbox.{verdict.outcome}",
+                    job_id=pending.job_id,
+                    msg_id=received.msg_id,
+                    status=None if isinstance(content, Invalid) else content.status,
+                    reason=verdict.reason,
+                    **({"error": detail} if detail else {}),
+                )
+        for status, job_ids in applied.items():
+            _log.info("inbox.applied", status=status, count=len(job_ids), job_ids=job_ids)
+
+    async def _answer(self, batch: Sequence[Pending], verdicts: Sequence[Verdict]) -> None:
+        """Tell those who asked, after the commit (D4.8). An answer that cannot be sent is a warning: the commit stands."""
+        answers = [
+            Message(pending.received.reply, _answer(pending, verdict))
+            for pending, verdict in zip(batch, verdicts, strict=True)
+            if pending.received.reply
+        ]
+        if not answers:
+            return
+        try:
+            if self.inbox.answer is None:
+                raise DependencyDown(Dependency.NATS, "not connected")
+            await self.inbox.answer(answers)
+        except DependencyDown as down:
+            _log.warning("inbox.answers_unsent", count=len(answers), error=str(down))
+
+
+def decide(
+    batch: Sequence[Pending], jobs: Mapping[UUID, Job], registered: Set[ObjectKey], raw_bucket: str
+) -> tuple[list[Verdict], list[Change]]:
+    """What each message does, in order, to jobs and registered keys as the messages before it left them. Pure.
+
+    Returns a verdict for each message and one change for each job that changes.
+    """
+    now, known = dict(jobs), set(registered)
+    changes: dict[UUID, Change] = {}
+    verdicts = []
+    for pending in batch:
+        content = pending.content
+        if isinstance(content, Invalid):
+            verdicts.append(Verdict(Outcome.INVALID, content.reason))
+            continue
+        verdict = receive(now.get(content.job_id), content, pending.received.msg_id, raw_bucket=raw_bucket, registered=known)
+        verdicts.append(verdict)
+        if change := verdict.change:
+            job_id = change.job.id
+            now[job_id] = change.after()
+            known.update(content.object_keys(raw_bucket) if not change.acked else ())
+            changes[job_id] = changes[job_id].then(change) if job_id in changes else change
+    return verdicts, list(changes.values())
+
+
+def _refused(refusal: WriteRefused) -> Verdict:
+    reason = Reason.KEY_TAKEN if refusal.sqlstate == _UNIQUE_VIOLATION else Reason.REFUSED_BY_DATABASE
+    return Verdict(Outcome.INVALID, reason)
+
+
+def _answer(pending: Pending, verdict: Verdict) -> bytes:
+    return json.dumps({"outcome": verdict.outcome, "job_id": pending.job_id, "reason": verdict.reason}).encode()

@@ -1,0 +1,59 @@
+"""The deadline child: a job whose result is overdue ends in `timeout`, with its file and its failure fact (R5)."""
+
+from functools import partial
+from uuid import UUID
+
+import trio
+from attrs import frozen
+
+from armcore_trio import logs, store
+from armcore_trio.database import Connection, bounded
+from armcore_trio.errors import WriteRefused
+from armcore_trio.lifecycle import Event, advance
+from armcore_trio.passes import run_pass
+from armcore_trio.settings import Settings
+from armcore_trio.status import TaskStatus
+from armcore_trio.store import Store
+from armcore_trio.supervisor import Stop
+
+_log = logs.get(task="watchdog")
+
+_BATCH_SIZE = 500
+
+
+@frozen
+class Watchdog:
+    """Ends what was never answered. Only the database's clock decides (B49)."""
+
+    settings: Settings
+    store: Store
+    status: TaskStatus
+
+    async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
+        """Run a pass at once and every `WATCHDOG_PERIOD_SECONDS`, watching the connection in between."""
+        async with self.store.open("watchdog") as connection:
+            task_status.started()
+            while not stop.requested:
+                await self.run_once(connection, stop)
+                with stop.interrupts(), trio.move_on_after(self.settings.watchdog_period_seconds):
+                    await connection.wait_notified()
+
+    async def run_once(self, connection: Connection, stop: Stop) -> None:
+        """End every job whose deadline has passed."""
+        expire = partial(self._expire_batch, connection)
+        await run_pass(expire, batch_size=_BATCH_SIZE, stop=stop, refused=self._log_refusal)
+
+    async def _expire_batch(self, connection: Connection, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
+        async with bounded("a watchdog pass"), connection.transaction():
+            jobs = await store.claim_expired(connection, limit=limit, skip=skip)
+            if not jobs:
+                return
+            claimed += [job.id for job in jobs]
+            changes = [advance(job, Event.EXPIRED, "no result by the reply deadline") for job in jobs]
+            await store.apply_changes(connection, [change for change in changes if change])
+        self.status.totals["timed_out"] += len(jobs)
+        _log.warning("watchdog.timed_out", count=len(jobs), job_ids=[str(job.id) for job in jobs], error_code="TIMEOUT")
+
+    def _log_refusal(self, job_id: UUID, refusal: WriteRefused) -> None:
+        self.status.totals["failed"] += 1
+        _log.error("watchdog.write_refused", job_id=str(job_id), sqlstate=refusal.sqlstate, error=refusal.reason)
