@@ -9,7 +9,7 @@ import asyncio
 import base64
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
@@ -40,11 +40,12 @@ _CONFLICT = "conflict"
 
 @frozen
 class Message:
-    """A message to publish."""
+    """A message to publish. `reply` is the subject on which an answer is awaited."""
 
     subject: str
     data: bytes
     msg_id: str | None = None
+    reply: str | None = None
 
 
 @frozen
@@ -59,6 +60,7 @@ class Received:
     msg_id: str | None = None
     reply: str | None = None
     conflicting: bool = False
+    subject: str = ""
 
 
 class _Client(Client):
@@ -96,6 +98,12 @@ class _Client(Client):
         await self._flush_pending()
         await asyncio.shield(pong)
 
+    async def leave(self, subscription: "Subscription") -> None:
+        """End a subscription without losing what is under way, as `drain()` can: its PING overtakes its own UNSUB."""
+        await self._send_unsubscribe(subscription._id)
+        await self.confirm()
+        await subscription._pending_queue.join()
+
     def abort(self) -> None:
         """Drop the connection without waiting for a peer that may be frozen."""
         writer = getattr(self._transport, "_io_writer", None)
@@ -110,8 +118,9 @@ class Bus:
         self.server = server
         self._loop = loop
         self._client = _Client(server)
-        self._subscription: Subscription | None = None
+        self._groups: list[Subscription] = []
         self._ended = trio.Event()
+        self._waiting: set[trio.Event] = set()
         self._lame_duck = False
         self._violations: list[str] = []
         self._last_failure: Exception | None = None
@@ -127,29 +136,34 @@ class Bus:
         async def publish() -> None:
             for message in messages:
                 headers = {MSG_ID: message.msg_id} if message.msg_id is not None else None
-                await self._client.publish(message.subject, message.data, headers=headers)
+                await self._client.publish(message.subject, message.data, message.reply or "", headers)
             await self._client.confirm()
 
         await self._permitted("confirm a batch", publish())
 
     async def subscribe(self, subject: str, queue: str, deliver: Callable[[Received], None]) -> None:
-        """Join a queue group; `deliver` is called with each message, in order. Returns once the server has confirmed it."""
+        """Join a queue group; `deliver` is called with each message, in order. Returns once the server has confirmed it.
+
+        With an empty `queue` every message is ours, as an inbox for answers wants it, and a drain does not end it.
+        """
 
         async def take(message: Msg) -> None:
             headers = message.headers or {}
-            deliver(Received(message.data, headers.get(MSG_ID), message.reply or None, _CONFLICT in headers))
+            reply = message.reply or None
+            deliver(Received(message.data, headers.get(MSG_ID), reply, _CONFLICT in headers, message.subject))
 
         async def join() -> None:
-            self._subscription = await self._client.subscribe(subject, queue=queue, cb=take)
+            subscription = await self._client.subscribe(subject, queue=queue, cb=take)
+            if queue:
+                self._groups.append(subscription)
             await self._client.confirm()
 
         await self._permitted("confirm the subscription", join())
 
     async def drain(self) -> None:
-        """Leave the queue group; on return all that the server had for us has been delivered."""
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None:
-            await self._call("drain the subscription", ANSWER_SECONDS, subscription.drain())  # type: ignore[no-untyped-call]
+        """Leave the queue groups; on return all that the server had for us has been delivered."""
+        while self._groups:
+            await self._call("drain the subscription", ANSWER_SECONDS, self._client.leave(self._groups.pop()))
 
     async def watch(self) -> None:
         """Raise `DependencyDown` once the connection has ended, has been announced to end, or has been silent for too long."""
@@ -160,7 +174,7 @@ class Bus:
                 await self.drain()
                 raise DependencyDown(Dependency.NATS, f"{self.server} is shutting down (lame duck mode)")
             if self._ended.is_set():
-                raise DependencyDown(Dependency.NATS, f"{self.server}: {_explain(self._client.last_error)}")
+                raise self._connection_lost()
             await self._call("answer a ping", PING_SECONDS, self._client.confirm())
 
     async def _permitted(self, what: str, call: Coroutine[Any, Any, RV]) -> RV:
@@ -172,31 +186,41 @@ class Bus:
         return result
 
     async def _call(self, what: str, seconds: float, call: Coroutine[Any, Any, RV]) -> RV:
-        """Run a coroutine in the client's loop and wait for it no longer than the limit.
+        """Run a coroutine in the client's loop and wait for it, until the limit or the end of the connection.
 
-        The client swallows cancellation in places, so what does not end in time is left to the end of the connection,
-        which is what follows every failure.
+        The client swallows cancellation in places, so what has not ended by then is left behind: the connection's end,
+        which follows every failure, ends it too.
         """
         done = trio.Event()
         task = self._loop.create_task(call)
         task.add_done_callback(lambda _: done.set())
+        self._waiting.add(done)
         try:
             with trio.fail_after(seconds):
                 await done.wait()
+            if not task.done() or task.cancelled():
+                raise self._connection_lost()
             return task.result()
         except trio.TooSlowError:
             raise DependencyDown(Dependency.NATS, f"{self.server} did not {what} within {seconds:g} s") from None
-        except asyncio.CancelledError:
-            raise DependencyDown(Dependency.NATS, f"{self.server}: {_explain(self._client.last_error)}") from None
         except (nats.errors.Error, OSError) as error:
             cause = self._last_failure if isinstance(error, nats.errors.NoServersError) else error
             raise DependencyDown(Dependency.NATS, f"{self.server}: {_explain(cause)}") from None
         finally:
+            self._waiting.discard(done)
             task.cancel()
+
+    def _end(self) -> None:
+        self._ended.set()
+        for waiting in self._waiting:
+            waiting.set()
+
+    def _connection_lost(self) -> DependencyDown:
+        return DependencyDown(Dependency.NATS, f"{self.server}: {_explain(self._client.last_error)}")
 
     async def _connect(self, settings: Settings, name: str) -> None:
         async def ended() -> None:
-            self._ended.set()
+            self._end()
 
         async def lame_duck() -> None:
             self._lame_duck = True
@@ -224,12 +248,10 @@ class Bus:
         await self._call("let us connect", CONNECT_SECONDS, connecting)
 
     async def _close(self) -> None:
-        try:
-            with trio.move_on_after(_CLOSE_SECONDS, shield=True):
-                await self._call("close", _CLOSE_SECONDS, self._client.close())
-        except DependencyDown:
-            pass
+        with suppress(DependencyDown), trio.move_on_after(_CLOSE_SECONDS, shield=True):
+            await self._call("close", _CLOSE_SECONDS, self._client.close())
         self._client.abort()
+        self._end()
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from armcore_trio.publisher import Publisher
 from armcore_trio.settings import Settings
 from armcore_trio.shutdown import Shutdown
 from armcore_trio.status import Status, TaskStatus
-from armcore_trio.store import Store
+from armcore_trio.store import SCHEMA_VERSION, Store
 from armcore_trio.subscriber import Application, Intake
 from armcore_trio.supervisor import ChildSpec, Start, Supervisor
 from armcore_trio.watchdog import Watchdog
@@ -42,9 +42,9 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
             supervisor = Supervisor(nursery)
             for name, (start, task_status) in _children(settings, status, inbox, migrate=migrate).items():
                 supervisor.start(ChildSpec(name, start), task_status)
-            cause = await _wait_for_end(signals, supervisor)
+            signal_name = await _wait_for_end(signals, supervisor)
             nursery.start_soon(_hurry, signals, hurried, nursery.cancel_scope)
-            await Shutdown(supervisor, status, inbox, settings.shutdown_grace_seconds).run(cause)
+            await Shutdown(supervisor, status, inbox, settings.shutdown_grace_seconds).run(signal_name)
             nursery.cancel_scope.cancel()
         exit_code = 128 + hurried[0] if hurried else _exit_code(supervisor.failure)
         seconds = round(trio.current_time() - started, 3)
@@ -86,24 +86,25 @@ class _Upgrade:
             from armcore_trio.migrate import migrate  # noqa: PLC0415 - Alembic costs a start that needs none a third of a second
 
             before = await trio.to_thread.run_sync(migrate, self._dsn, abandon_on_cancel=True)
-            logs.get().info("migrate.done", revision_before=before)
+            if before != SCHEMA_VERSION:
+                logs.get().info("migrate.done", revision_before=before, revision=SCHEMA_VERSION)
             self._done = True
 
 
-async def _wait_for_end(signals: AsyncIterator[int], supervisor: Supervisor) -> str:
-    """The name of the signal that asks for the stop, or `gave_up`."""
-    cause = "gave_up"
+async def _wait_for_end(signals: AsyncIterator[int], supervisor: Supervisor) -> str | None:
+    """The name of the signal that asks for the stop; None if the supervisor gave up."""
+    name: str | None = None
 
     async def first_signal(scope: trio.CancelScope) -> None:
-        nonlocal cause
-        cause = signal.Signals(await anext(signals)).name
+        nonlocal name
+        name = signal.Signals(await anext(signals)).name
         scope.cancel()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(first_signal, nursery.cancel_scope)
         await supervisor.gave_up.wait()
         nursery.cancel_scope.cancel()
-    return cause
+    return name
 
 
 async def _hurry(signals: AsyncIterator[int], hurried: list[int], scope: trio.CancelScope) -> None:

@@ -133,7 +133,7 @@ async def bounded(what: str, seconds: float = QUERY_SECONDS) -> AsyncIterator[No
 
 
 def _translate(error: psycopg.Error) -> Exception:
-    state, reason = error.sqlstate, " ".join(str(error).split())
+    state, reason = error.sqlstate, " ".join((error.diag.message_primary or str(error)).split())
     if state is None:
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             return DependencyDown(Dependency.DATABASE, reason)

@@ -30,9 +30,9 @@ class Shutdown:
     inbox: Inbox
     grace_seconds: float
 
-    async def run(self, cause: str) -> None:
+    async def run(self, signal_name: str | None) -> None:
         """Go through all steps. What could not be applied in time is listed in the log as abandoned."""
-        _log.info("shutdown.started", signal=cause, grace_seconds=self.grace_seconds)
+        _log.info("shutdown.started", signal=signal_name, grace_seconds=self.grace_seconds)
         self.status.stopping = True
         started = trio.current_time()
         last = started + max(self.grace_seconds - _HEALTH_SECONDS, self.grace_seconds / 2) - _MARGIN_SECONDS

@@ -94,7 +94,7 @@ class Application:
             nursery.cancel_scope.cancel()
 
     async def apply(self, connection: Connection, batch: Sequence[Pending]) -> None:
-        """Apply the inbox's oldest messages, drop them from it, log and answer them. On an outage they all stay."""
+        """Apply the inbox's oldest messages, log and answer them, then drop them from it. On an outage they all stay."""
         try:
             verdicts = await self._commit(connection, batch)
         except WriteRefused as refusal:
@@ -103,9 +103,11 @@ class Application:
                     await self.apply(connection, [pending])
                 return
             verdicts = [_refused(refusal)]
-        self.inbox.drop(len(batch))
-        self._report(batch, verdicts)
-        await self._answer(batch, verdicts)
+        try:
+            self._report(batch, verdicts)
+            await self._answer(batch, verdicts)
+        finally:
+            self.inbox.drop(len(batch))
 
     async def _commit(self, connection: Connection, batch: Sequence[Pending]) -> list[Verdict]:
         envelopes = [pending.content for pending in batch if isinstance(pending.content, Envelope)]

@@ -194,7 +194,7 @@ class Supervisor:
         if kind is Kind.CRASH:
             child.crashes.append(now)
         if kind is Kind.FATAL or policy.exhausted(child.crashes, now):
-            self._give_up(child, failure)
+            self._give_up(child, failure, kind)
             return False
         if child.running_since is not None and now - child.running_since >= policy.healthy_seconds:
             child.failures = 0
@@ -211,8 +211,10 @@ class Supervisor:
             await trio.sleep(delay)
         return True
 
-    def _give_up(self, child: _Child, failure: BaseException) -> None:
+    def _give_up(self, child: _Child, failure: BaseException, kind: Kind) -> None:
         child.status.state = State.FAILED
-        self.failure = self.failure or failure
-        logs.get(task=child.spec.name).critical("supervisor.gave_up", exc_info=failure, crashes=len(child.crashes))
+        if self.failure is None:
+            self.failure = failure
+            told = {"error": describe(failure)} if kind is Kind.FATAL else {"exc_info": failure, "crashes": len(child.crashes)}
+            logs.get(task=child.spec.name).critical("supervisor.gave_up", **told)
         self.gave_up.set()
