@@ -29,9 +29,11 @@ _SESSION = """
 SELECT set_config('lock_timeout', '8s', false), set_config('idle_in_transaction_session_timeout', '30s', false)
 """
 
-# SQLSTATE classes in which the data is at fault: data exception, integrity, program limit, RAISE in a trigger, view check.
-_REFUSED_CLASSES = frozenset({"22", "23", "54", "P0", "44"})
-# Of class 42 (a statement that does not fit the schema: a defect of ours), these are the server's to mend: no right, no table.
+# SQLSTATE classes that say nothing about the data, only that the server cannot or will not work now: connection, stale
+# plan or statement, wrong transaction state (read-only), login, no such database, rollback, resources, wrong state of an
+# object (locks), intervention, system, snapshot too old, configuration, internal. Whatever else a trigger may raise refuses.
+_OUTAGE_CLASSES = frozenset({"08", "0A", "25", "26", "28", "3D", "40", "53", "55", "57", "58", "72", "F0", "XX"})
+# Class 42 is a statement that does not fit the schema, a defect of ours, save these: no right, no table.
 _UNWILLING = frozenset({"42501", "42P01"})
 
 
@@ -138,11 +140,9 @@ def _translate(error: psycopg.Error) -> Exception:
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             return DependencyDown(Dependency.DATABASE, reason)
         return WriteRefused(None, reason) if isinstance(error, psycopg.DataError) else error
-    if state[:2] in _REFUSED_CLASSES:
-        return WriteRefused(state, reason)
-    if state[:2] == "42" and state not in _UNWILLING:
-        return error
-    return DependencyDown(Dependency.DATABASE, f"{reason} ({state})")
+    if state[:2] in _OUTAGE_CLASSES or state in _UNWILLING:
+        return DependencyDown(Dependency.DATABASE, f"{reason} ({state})")
+    return error if state[:2] == "42" else WriteRefused(state, reason)
 
 
 async def _run(gen: PQGenConn[RV]) -> RV:

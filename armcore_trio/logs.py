@@ -1,16 +1,16 @@
 """The structured log: every line of stdout is one JSON object, whoever wrote it, and no line holds a secret.
 
 structlog renders our own records; the standard library's loggers, warnings and uncaught exceptions end in the same
-place. Secrets are cut out of the rendered line itself, so no field and no library can leak one.
+place. Secrets are cut out of every record's values, so no field and no library can leak one.
 """
 
 import json
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, cast
+from typing import cast
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
@@ -21,18 +21,19 @@ from armcore_trio.settings import LogFormat
 Log = structlog.typing.FilteringBoundLogger
 
 HIDDEN = "<hidden>"
+_LEAST_SECRET = 6
 
 
 def configure(format: LogFormat, *, debug: bool, secrets: Iterable[str]) -> None:  # noqa: A002 - as the variable is called
     """Send every record of this process to stdout, one line each."""
-    render = structlog.dev.ConsoleRenderer(colors=sys.stdout.isatty()) if format is LogFormat.CONSOLE else _render_json
+    console = structlog.dev.ConsoleRenderer(colors=sys.stdout.isatty())
     structlog.configure(
         processors=[
             structlog.stdlib.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _flatten_exception,
-            render,
             _Redactor(secrets),
+            console if format is LogFormat.CONSOLE else _render_json,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if debug else logging.INFO),
         logger_factory=structlog.WriteLoggerFactory(),
@@ -75,24 +76,30 @@ def _places(error: BaseException) -> list[str]:
 
 
 def _render_json(_: WrappedLogger, __: str, record: EventDict) -> str:
-    ordered = {
-        "timestamp": record.pop("timestamp"),
-        "level": record.pop("level"),
-        "event": record.pop("event"),
-        **record,
-    }
+    ordered = {name: record.pop(name) for name in ("timestamp", "level", "event")} | record
     return json.dumps(ordered, default=str)
 
 
 class _Redactor:
-    def __init__(self, secrets: Iterable[str]) -> None:
-        shown = {form for secret in secrets if secret for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1])}
-        self._secrets = sorted(shown, key=len, reverse=True)
+    """Cuts secrets out of every value. Those of a few letters are left: they would blot out innocent text, ids above all."""
 
-    def __call__(self, _: WrappedLogger, __: str, line: str | Mapping[str, Any]) -> str:
-        text = str(line)
-        for secret in self._secrets:
-            text = text.replace(secret, HIDDEN)
+    def __init__(self, secrets: Iterable[str]) -> None:
+        forms = {form for secret in secrets for form in (secret, repr(secret)[1:-1]) if len(form) >= _LEAST_SECRET}
+        self._forms = sorted(forms, key=len, reverse=True)
+
+    def __call__(self, _: WrappedLogger, __: str, record: EventDict) -> EventDict:
+        return {name: self._clean(value) for name, value in record.items()} if self._forms else record
+
+    def _clean(self, value: object) -> object:
+        if isinstance(value, dict):
+            return {name: self._clean(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self._clean(inner) for inner in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        text = str(value)
+        for form in self._forms:
+            text = text.replace(form, HIDDEN)
         return text
 
 

@@ -47,7 +47,7 @@ def migrate(dsn: str, revision: str = SCHEMA_VERSION, log: logs.Log | None = Non
 def _attempt(dsn: str, revision: str) -> str:
     engine = create_engine("postgresql+psycopg://", creator=lambda: _connect(dsn), poolclass=NullPool)
     with engine.begin() as connection:
-        connection.execute(text(f"SET lock_timeout = '{LOCK_ATTEMPT_SECONDS}s'"))
+        connection.execute(text(f"SET lock_timeout = '{LOCK_ATTEMPT_SECONDS}s'; SET search_path = public"))
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
         before = _current(connection)
         config = _config()

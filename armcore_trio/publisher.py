@@ -109,7 +109,7 @@ class Publisher:
             _log.warning("outbox.dead_lettered", count=len(dead), job_ids=job_ids, error_code="NO_ACK")
 
     def _could_have_heard(self) -> bool:
-        """Whether the last wait for an ack was spent connected: an outage or a start in between gives it another repeat's time."""
+        """Whether the last wait for an ack was spent connected; an outage or a start in between begins it anew."""
         heard = (self.status.running_seconds(), self.intake.running_seconds())
         return all(seconds is not None and seconds >= self.settings.ack_timeout_seconds for seconds in heard)
 

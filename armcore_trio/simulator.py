@@ -8,14 +8,14 @@ until the core has answered it.
 import json
 import random
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any
 from uuid import UUID, uuid4
 
 import trio
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, frozen
 
 from armcore_trio import __version__, logs
 from armcore_trio.bus import Bus, Message, Received, open_bus
@@ -36,10 +36,9 @@ _REMEMBERED = 100_000  # jobs whose repeats are recognised
 
 
 async def run(settings: Settings, pipelines: Sequence[str], delay_seconds: float) -> None:
-    """Serve these pipelines, each document taking so long, until SIGTERM or SIGINT.
+    """Serve these pipelines, each document taking so long, until SIGTERM or SIGINT. A NATS that is away is waited for.
 
     What was acknowledged is then finished and confirmed within `SHUTDOWN_GRACE_SECONDS`; a second signal ends it at once.
-    A NATS that is away is waited for.
     """
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with trio.open_nursery() as nursery:
@@ -48,22 +47,21 @@ async def run(settings: Settings, pipelines: Sequence[str], delay_seconds: float
             supervisor.start(ChildSpec("simulator", simulator.run), TaskStatus())
 
             async def stop() -> None:
-                await anext(signals)
-                nursery.start_soon(_cancel_on_next, signals, nursery.cancel_scope)
                 finished = await supervisor.stop("simulator", settings.shutdown_grace_seconds)
                 (_log.info if finished else _log.warning)("simulator.stopped", unfinished=sorted(simulator.open_jobs))
                 nursery.cancel_scope.cancel()
 
-            nursery.start_soon(stop)
+            async def obey() -> None:
+                await anext(signals)
+                nursery.start_soon(stop)
+                await anext(signals)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(obey)
             await supervisor.gave_up.wait()
             nursery.cancel_scope.cancel()
     if supervisor.failure is not None:
         raise supervisor.failure
-
-
-async def _cancel_on_next(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-    await anext(signals)
-    scope.cancel()
 
 
 @frozen
@@ -71,34 +69,32 @@ class _Request:
     job_id: str
     file_id: str
     attempt: int
-    pipeline: str
+    service: str
     file_name: str
 
     @classmethod
     def read(cls, data: bytes) -> "_Request":
-        """Raises `ValueError`, `LookupError` or `TypeError` if it is no request."""
         body = json.loads(data)
-        job_id = str(UUID(body["job_id"]))
-        return cls(job_id, body["file_id"], body["attempt"], body["pipeline"], body["file"]["name"])
+        service, name = SERVICES[body["pipeline"]], str(body["file"]["name"])
+        return cls(str(UUID(body["job_id"])), body["file_id"], int(body["attempt"]), service, name)
 
     def envelope(self, fields: dict[str, Any]) -> bytes:
-        service = {"name": SERVICES[self.pipeline], "version": __version__}
+        service = {"name": self.service, "version": __version__}
         return json.dumps({"schema_version": "1.0", "job_id": self.job_id, "service": service, **fields}).encode()
 
 
-def recognise(request: _Request, bucket: str, delay_seconds: float) -> dict[str, Any]:
+def _recognise(request: _Request, bucket: str) -> dict[str, Any]:
     """The rest of the result's envelope, as the file's name has it."""
     name = request.file_name.lower()
     if "error" in name:
         return {"status": "error", "error": {"code": "UNSUPPORTED_FORMAT", "message": f"cannot read {request.file_name}"}}
     unsure = "needs_check" in name or "needs-check" in name
-    size = {"rows": random.randint(10, 5000)} if request.pipeline == "tabular" else {"pages": random.randint(1, 20)}
     return {
         "status": "needs_check" if unsure else "done",
         "result_s3": {"bucket": bucket, "key": f"results/{request.file_id}/{request.job_id}/result.json"},
         "result_schema_version": "1.0",
         "raw_s3_key": f"raw/{request.job_id}.json",
-        "metrics": {"seconds": delay_seconds, "confidence": 0.61 if unsure else 0.98, **size},
+        "metrics": {"pages": random.randint(1, 20), "confidence": 0.61 if unsure else 0.98},
     }
 
 
@@ -111,10 +107,10 @@ class _Simulator:
     open_jobs: set[str] = Factory(set)
     _known: dict[str, None] = Factory(dict)
     _answers: dict[str, trio.MemorySendChannel[bytes]] = Factory(dict)
-    _inbox: str = field(factory=lambda: f"_INBOX.{uuid4().hex}")
-    _slots: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(_SLOTS))
+    _inbox: str = Factory(lambda: f"_INBOX.{uuid4().hex}")
+    _slots: trio.CapacityLimiter = Factory(lambda: trio.CapacityLimiter(_SLOTS))
     _outgoing: trio.MemorySendChannel[Message] | None = None
-    _idle: trio.Event = Factory(trio.Event)
+    _job_closed: trio.Event = Factory(trio.Event)
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Take requests until the stop; then leave the queue groups and stay until every job is finished and confirmed."""
@@ -131,8 +127,8 @@ class _Simulator:
                     await trio.sleep_forever()
                 await bus.drain()
                 while self.open_jobs:
-                    self._idle = trio.Event()
-                    await self._idle.wait()
+                    self._job_closed = trio.Event()
+                    await self._job_closed.wait()
                 nursery.cancel_scope.cancel()
             finally:
                 self._outgoing = None
@@ -143,13 +139,11 @@ class _Simulator:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             _log.warning("simulator.unreadable", error=repr(error))
             return
-        repeat = request.job_id in self._known
-        silent = "silent" in request.file_name.lower()
+        repeat, silent = request.job_id in self._known, "silent" in request.file_name.lower()
         _log.info("simulator.request", job_id=request.job_id, attempt=request.attempt, repeat=repeat, ignored=silent)
-        if silent:
-            return
-        self._post(Message(self.settings.result_subject, request.envelope({"status": "processing"})))
-        if not repeat:
+        if not silent:
+            self._post(Message(self.settings.result_subject, request.envelope({"status": "processing"})))
+        if not silent and not repeat:
             self._known[request.job_id] = None
             if len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
@@ -159,13 +153,13 @@ class _Simulator:
     async def _work(self, request: _Request) -> None:
         async with self._slots:
             await trio.sleep(self.delay_seconds)
-        answer = await self._confirm(request, recognise(request, self.settings.s3_bucket, self.delay_seconds))
+        answer = await self._confirm(request, _recognise(request, self.settings.s3_bucket))
         if answer["outcome"] == "invalid":  # the same bytes would fail again; end the job with plain ones
             error = {"code": "INVALID_RESULT", "message": f"the core refused the result: {answer['reason']}"}
             answer = await self._confirm(request, {"status": "error", "error": error})
         _log.info("simulator.confirmed", job_id=request.job_id, outcome=answer["outcome"], reason=answer["reason"])
         self.open_jobs.discard(request.job_id)
-        self._idle.set()
+        self._job_closed.set()
 
     async def _confirm(self, request: _Request, fields: dict[str, Any]) -> dict[str, Any]:
         """Send the result until the core answers; every copy is the same (D4.8)."""
@@ -174,11 +168,11 @@ class _Simulator:
         self._answers[reply], answers = trio.open_memory_channel[bytes](1)
         pause_seconds = PAUSE_SECONDS
         while True:
-            self._post(message)
-            with trio.move_on_after(ANSWER_SECONDS), suppress(ValueError):  # nobody there: an empty answer, at once
-                answer: dict[str, Any] = json.loads(await answers.receive())
-                del self._answers[reply]
-                return answer
+            if self._post(message):
+                with trio.move_on_after(ANSWER_SECONDS), suppress(ValueError):  # nobody there: an empty answer, at once
+                    answer: dict[str, Any] = json.loads(await answers.receive())
+                    del self._answers[reply]
+                    return answer
             await trio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, MAX_PAUSE_SECONDS)
 
@@ -187,16 +181,16 @@ class _Simulator:
             with suppress(trio.WouldBlock):
                 answers.send_nowait(received.data)
 
-    def _post(self, message: Message) -> None:
-        """Without a connection it is lost, as NATS may lose any: a request comes again, and so does a result."""
+    def _post(self, message: Message) -> bool:
+        """False without a connection; then, as with any message NATS loses, a request comes again and a result is repeated."""
         if self._outgoing is not None:
             self._outgoing.send_nowait(message)
+        return self._outgoing is not None
 
 
 async def _send(bus: Bus, outgoing: trio.MemoryReceiveChannel[Message]) -> None:
     async for message in outgoing:
         batch = [message]
-        with suppress(trio.WouldBlock):
-            while len(batch) < _BATCH_SIZE:
-                batch.append(outgoing.receive_nowait())
+        while len(batch) < _BATCH_SIZE and outgoing.statistics().current_buffer_used:
+            batch.append(outgoing.receive_nowait())
         await bus.publish_batch(batch)

@@ -1,7 +1,7 @@
 """Every statement the exchange runs, each in its file under `sql/`, and the functions that run them.
 
 All take a connection whose caller has opened a transaction and wrapped it in `database.bounded`. A change is written
-only onto the status it was decided on, and counted: `ConcurrentChange` if a row moved meanwhile, which the locks forbid.
+only onto the status it was decided on, and the rows are counted: `WriteRefused` if the database kept any of them back.
 """
 
 import json
@@ -13,7 +13,7 @@ from uuid import UUID
 from attrs import frozen
 
 from armcore_trio.database import Connection, bounded, connect
-from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated
+from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
 from armcore_trio.lifecycle import FINAL, Change, Job, Status, StoredObject
 from armcore_trio.messages import ObjectKey, Source
 from armcore_trio.resources import SQL
@@ -22,10 +22,6 @@ SCHEMA_VERSION = "0002"
 """The migration this version needs; revisions sort as text."""
 
 CHANNEL: LiteralString = "recognition_job_queued"
-
-
-class ConcurrentChange(Exception):
-    """Fewer rows were written than decided on: a locked row changed, which is a defect."""
 
 
 def _load(name: LiteralString) -> LiteralString:
@@ -221,7 +217,7 @@ def _object_row(stored: StoredObject) -> dict[str, str]:
 
 def _expect(expected: int, written: int) -> None:
     if written != expected:
-        raise ConcurrentChange(f"{expected} rows were to be written, {written} were")
+        raise WriteRefused(None, f"{expected} rows were to be written, {written} were: a trigger or rule keeps the others")
 
 
 @frozen
