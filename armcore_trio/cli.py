@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TextIO, TypeVar
 from uuid import UUID
 
 import click
@@ -145,6 +145,24 @@ def simulate(pipelines: tuple[str, ...], delay_seconds: float) -> None:
     settings = _settings()
     logs.configure(settings.log_format, debug=settings.debug, secrets=settings.secrets)
     _reaching(lambda: trio.run(simulator.run, settings, pipelines or ("tabular", "image"), delay_seconds))
+
+
+@main.command("review-log")
+@click.argument("log", type=click.File("r", encoding="utf-8", errors="backslashreplace"), default="-", metavar="[FILE]")
+@as_json
+def review_log(log: TextIO, as_json: bool) -> None:
+    """Tell the story of a daemon's log (a file, or standard input). Exit 1 if something in it does not add up."""
+    from armcore_trio.review import review
+
+    result = review(log)
+    if as_json:
+        click.echo(json.dumps({"story": result.story, "problems": result.problems}))
+    else:
+        for line in result.story:
+            click.echo(line)
+        for problem in result.problems or ["everything adds up"]:
+            click.echo(f"! {problem}" if result.problems else problem)
+    sys.exit(REFUSED if result.problems else 0)
 
 
 @main.command()

@@ -15,11 +15,11 @@ from armcore_trio.health import DatabaseProbe, HealthServer
 from armcore_trio.inbox import Inbox
 from armcore_trio.publisher import Publisher
 from armcore_trio.settings import Settings
-from armcore_trio.shutdown import Shutdown
-from armcore_trio.status import Status, TaskStatus
+from armcore_trio.shutdown import Shutdown, log_complete
+from armcore_trio.status import Status
 from armcore_trio.store import SCHEMA_VERSION, Store
 from armcore_trio.subscriber import Application, Intake
-from armcore_trio.supervisor import ChildSpec, Start, Supervisor
+from armcore_trio.supervisor import ChildSpec, Supervisor
 from armcore_trio.watchdog import Watchdog
 
 _GAVE_UP = 70
@@ -36,39 +36,37 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
         started = trio.current_time()
         status = Status(settings.subjects, __version__, settings.nats_enabled)
         inbox = Inbox(settings.inbox_buffer_messages)
+        status.waiting = inbox.__len__
         log.info("daemon.started", version=__version__, nats_enabled=settings.nats_enabled, subjects=settings.subjects)
         hurried: list[int] = []
         async with trio.open_nursery() as nursery:
             supervisor = Supervisor(nursery)
-            for name, (start, task_status) in _children(settings, status, inbox, migrate=migrate).items():
-                supervisor.start(ChildSpec(name, start), task_status)
+            _start_children(supervisor, settings, status, inbox, migrate=migrate)
             signal_name = await _wait_for_end(signals, supervisor)
-            nursery.start_soon(_hurry, signals, hurried, nursery.cancel_scope)
+            nursery.start_soon(_hurry, signals, signal_name, hurried, nursery.cancel_scope)
             await Shutdown(supervisor, status, inbox, settings.shutdown_grace_seconds).run(signal_name)
             nursery.cancel_scope.cancel()
         exit_code = 128 + hurried[0] if hurried else _exit_code(supervisor.failure)
-        seconds = round(trio.current_time() - started, 3)
-        log.info("shutdown.complete", seconds=seconds, exit_code=exit_code, totals=status.totals())
+        log_complete(status, seconds=trio.current_time() - started, exit_code=exit_code)
     return exit_code
 
 
-def _children(settings: Settings, status: Status, inbox: Inbox, *, migrate: bool) -> dict[str, tuple[Start, TaskStatus]]:
-    """Every child by name, in the order in which it is started, with the status it reports to."""
-    both, database, nats = {*Dependency}, {Dependency.DATABASE}, {Dependency.NATS}
-    health = status.add("health")
-    if not settings.nats_enabled or settings.postgres_dsn is None:
-        return {"health": (HealthServer(settings.health_bind, status, None).run, health)}
-    dsn = settings.postgres_dsn.reveal()
+def _start_children(supervisor: Supervisor, settings: Settings, status: Status, inbox: Inbox, *, migrate: bool) -> None:
+    dsn = settings.postgres_dsn.reveal() if settings.nats_enabled and settings.postgres_dsn else None
+    health = HealthServer(settings.health_bind, status, DatabaseProbe(dsn) if dsn else None)
+    supervisor.start(ChildSpec("health", health.run), status.add("health"))
+    if dsn is None:
+        return
     store = Store(dsn, _Upgrade(dsn) if migrate else None)
-    publisher, watchdog = status.add("publisher", both), status.add("watchdog", database)
-    apply, intake = status.add("subscriber.apply", database), status.add("subscriber.intake", nats)
-    return {
-        "health": (HealthServer(settings.health_bind, status, DatabaseProbe(dsn)).run, health),
-        "subscriber.apply": (Application(settings, store, inbox, apply).run, apply),
-        "subscriber.intake": (Intake(settings, inbox, intake).run, intake),
-        "publisher": (Publisher(settings, store, publisher, intake).run, publisher),
-        "watchdog": (Watchdog(settings, store, watchdog).run, watchdog),
+    intake_status = status.add("subscriber.intake", {Dependency.NATS})
+    children: dict[str, Intake | Application | Publisher | Watchdog] = {
+        "subscriber.intake": Intake(settings, inbox, intake_status),
+        "subscriber.apply": Application(settings, store, inbox, status.add("subscriber.apply", {Dependency.DATABASE})),
+        "publisher": Publisher(settings, store, status.add("publisher", Dependency), intake_status),
+        "watchdog": Watchdog(settings, store, status.add("watchdog", {Dependency.DATABASE})),
     }
+    for name, child in children.items():
+        supervisor.start(ChildSpec(name, child.run, heartbeat_seconds=child.heartbeat_seconds), child.status)
 
 
 class _Upgrade:
@@ -107,8 +105,10 @@ async def _wait_for_end(signals: AsyncIterator[int], supervisor: Supervisor) -> 
     return name
 
 
-async def _hurry(signals: AsyncIterator[int], hurried: list[int], scope: trio.CancelScope) -> None:
-    """A second signal ends everything at once."""
+async def _hurry(signals: AsyncIterator[int], signal_name: str | None, hurried: list[int], scope: trio.CancelScope) -> None:
+    """The signal after the one that began the stop ends everything at once."""
+    if signal_name is None:
+        await anext(signals)
     hurried.append(await anext(signals))
     logs.get().warning("shutdown.hurried", signal=signal.Signals(hurried[0]).name)
     scope.cancel()

@@ -90,8 +90,10 @@ class _Collector(Collector):
         running = GaugeMetricFamily("armcore_task_running", "1 while the task works", labels=["task"])
         for name, task_status in self._status.tasks.items():
             running.add_metric([name], float(task_status.state is State.RUNNING))
-        yield events
-        yield running
+        books = GaugeMetricFamily("armcore_books_difference", "What came in less what became of it; 0", labels=["task"])
+        for name, entries in self._status.books().items():
+            books.add_metric([name], entries["difference"])
+        yield from (events, running, books)
 
 
 @frozen
@@ -149,7 +151,8 @@ class HealthServer:
         return Response(status_code=(await self._healthcheck(request)).status_code)
 
     async def _livez(self, _: Request) -> Response:
-        return PlainTextResponse("ok\n")
+        stalled = self.status.stalled()
+        return PlainTextResponse(f"stalled: {', '.join(stalled)}\n", 503) if stalled else PlainTextResponse("ok\n")
 
     async def _metrics(self, _: Request) -> Response:
         registry = CollectorRegistry()

@@ -48,6 +48,7 @@ class Inbox:
         self._bytes = 0
         self._changed = trio.Event()
         self._open = False
+        self._busy = False
         self.answer: Answer | None = None
         """Sends answers while the intake is connected; None while it is not."""
 
@@ -72,8 +73,6 @@ class Inbox:
         """Forget the oldest messages: they have been dealt with."""
         for _ in range(count):
             self._bytes -= len(self._pending.popleft().received.data)
-        if not self._pending:
-            self._notify()
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -85,14 +84,24 @@ class Inbox:
             self._open = False
             self._notify()
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While the block runs, messages that have been dropped are still being answered."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+            self._notify()
+
     async def wait_filled(self) -> None:
         """Return once there is a message."""
         while not self._pending:
             await self._changed.wait()
 
     async def wait_settled(self) -> None:
-        """Return once nothing more can arrive and everything that did has been dealt with."""
-        while self._open or self._pending:
+        """Return once nothing more can arrive and everything that did has been dealt with and answered."""
+        while self._open or self._pending or self._busy:
             await self._changed.wait()
 
     def _notify(self) -> None:

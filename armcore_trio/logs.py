@@ -76,8 +76,8 @@ def _places(error: BaseException) -> list[str]:
 
 
 def _render_json(_: WrappedLogger, __: str, record: EventDict) -> str:
-    ordered = {name: record.pop(name) for name in ("timestamp", "level", "event")} | record
-    return json.dumps(ordered, default=str)
+    first = {name: record.pop(name) for name in ("timestamp", "level", "event")}
+    return json.dumps({**first, **record}, default=str)
 
 
 class _Redactor:

@@ -4,7 +4,8 @@ A batch is claimed, published, confirmed and marked in one transaction: the rows
 overtakes the commit waits for it (D1.2), and a failure anywhere leaves them as they were.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from uuid import UUID
 
@@ -46,6 +47,11 @@ class Publisher:
     status: TaskStatus
     intake: TaskStatus
 
+    @property
+    def heartbeat_seconds(self) -> float:
+        """A wait and a batch, with as much again to spare."""
+        return self.settings.outbox_poll_seconds + 2 * _PASS_SECONDS
+
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Run passes: at once, on each insert's notification, and every `OUTBOX_POLL_SECONDS` whatever was notified (D1.6)."""
         async with self.store.open("publisher") as connection, open_bus(self.settings, "armcore-trio publisher") as bus:
@@ -67,11 +73,12 @@ class Publisher:
 
     async def _publish_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
         reply_timeout_seconds = self.settings.reply_timeout_seconds
-        async with bounded("a publishing pass", _PASS_SECONDS), connection.transaction():
+        async with self._accounted() as taken, bounded("a publishing pass", _PASS_SECONDS), connection.transaction():
             sources = await store.claim_queued(connection, limit=limit, reply_timeout_seconds=reply_timeout_seconds, skip=skip)
             if not sources:
                 return
             claimed += [source.job_id for source in sources]
+            taken.extend(claimed)
             built = self._build(sources, bus, Status.QUEUED)
             await bus.publish_batch(built.messages)
             await store.mark_published(connection, built.sent, reply_timeout_seconds=reply_timeout_seconds)
@@ -80,7 +87,7 @@ class Publisher:
 
     async def _repeat_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
         settings = self.settings
-        async with bounded("a republishing pass", _PASS_SECONDS), connection.transaction():
+        async with self._accounted() as taken, bounded("a republishing pass", _PASS_SECONDS), connection.transaction():
             sources = await store.claim_unacked(
                 connection,
                 limit=limit,
@@ -97,6 +104,7 @@ class Publisher:
             if not self._could_have_heard():
                 skip |= {source.job_id for source in hopeless}
                 hopeless = []
+            taken.extend(source.job_id for source in repeats)
             built = self._build(repeats, bus, Status.PUBLISHED)
             dead = [self._dead_letter(source) for source in hopeless]
             await bus.publish_batch(built.messages)  # even if empty: nothing is counted over a dead connection (D3.1)
@@ -107,6 +115,19 @@ class Publisher:
             self.status.totals["dead_lettered"] += len(dead)
             job_ids = [str(change.job.id) for change in dead]
             _log.warning("outbox.dead_lettered", count=len(dead), job_ids=job_ids, error_code="NO_ACK")
+
+    @asynccontextmanager
+    async def _accounted(self) -> AsyncIterator[list[UUID]]:
+        """The books of one batch: jobs put into the list were taken, and have failed if the block does."""
+        self.status.beat()
+        taken: list[UUID] = []
+        try:
+            yield taken
+        except BaseException:
+            self.status.totals["failed"] += len(taken)
+            raise
+        finally:
+            self.status.totals["taken"] += len(taken)
 
     def _could_have_heard(self) -> bool:
         """Whether the last wait for an ack was spent connected; an outage or a start in between begins it anew."""
@@ -137,6 +158,7 @@ class Publisher:
 
     def _report(self, event: str, total: str, built: _Built) -> None:
         """Say, after the commit, what it made true."""
+        self.status.totals["confirmed"] += len(built.sent)
         if built.sent:
             self.status.totals[total] += len(built.sent)
             _log.info(event, count=len(built.sent), job_ids=[str(one.job_id) for one in built.sent])
@@ -145,7 +167,6 @@ class Publisher:
             _log.warning("outbox.refused", job_id=str(change.job.id), error_code=change.error_code, error=change.error_message)
 
     def _log_refusal(self, job_id: UUID, refusal: WriteRefused) -> None:
-        self.status.totals["failed"] += 1
         _log.error("outbox.write_refused", job_id=str(job_id), sqlstate=refusal.sqlstate, error=refusal.reason)
 
 

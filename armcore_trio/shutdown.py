@@ -21,6 +21,14 @@ _HEALTH_SECONDS = 3.0
 _MARGIN_SECONDS = 0.5
 
 
+def log_complete(status: Status, *, seconds: float, exit_code: int) -> None:
+    """The log's last record: what was done in all, and whether the books balance."""
+    books = status.books()
+    if any(book["difference"] for book in books.values()):
+        _log.error("shutdown.books_do_not_balance", books=books)
+    _log.info("shutdown.complete", seconds=round(seconds, 3), exit_code=exit_code, totals=status.totals(), books=books)
+
+
 @frozen
 class Shutdown:
     """The stop sequence of a daemon whose children these are. Takes at most `grace_seconds`, plus a bounded clean-up."""
@@ -41,6 +49,7 @@ class Shutdown:
         await self._step("connections", self._stop_all, ["subscriber.apply", "subscriber.intake"], last)
         for pending in self.inbox.front(len(self.inbox)):
             abandon(pending, self.status.tasks["subscriber.apply"], "the stop came before it could be applied")
+        self.inbox.drop(len(self.inbox))
         await self._step("health", self._stop_all, ["health"], started + self.grace_seconds)
 
     async def _step(self, name: str, action: Callable[..., Awaitable[bool]], *args: object) -> None:

@@ -4,12 +4,12 @@ Plain state, written by one task and read by another within one thread: no locks
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
 import trio
-from attrs import Factory, define
+from attrs import Factory, define, frozen
 
 from armcore_trio.errors import Dependency, DependencyDown, describe, leaves
 
@@ -21,10 +21,12 @@ class State(StrEnum):
     STOPPED = "stopped"
     STARTING = "starting"
     BACKOFF = "backoff"
+    STALLED = "stalled"
     FAILED = "failed"
 
 
 _WORST_FIRST = list(reversed(State))
+_ALIVE = frozenset({State.STARTING, State.RUNNING})
 
 
 @define
@@ -32,27 +34,73 @@ class TaskStatus:
     """One supervised task as it is now."""
 
     needs: frozenset[Dependency] = frozenset()
-    state: State = State.STARTING
     restarts: int = 0
     last_error: str | None = None
     missing: frozenset[Dependency] = Factory(lambda self: self.needs, takes_self=True)
     """What it needs and does not have, as far as it knows."""
-    running_since: float | None = None
     totals: Counter[str] = Factory(Counter)
+    _state: State = State.STARTING
+    _running_since: float | None = None
+    _last_beat: float = float("inf")
+    _heartbeat_seconds: float = float("inf")
+
+    @property
+    def state(self) -> State:
+        """Stalled if it should be at work and has not given a sign for longer than it may."""
+        stalled = self._state in _ALIVE and trio.current_time() - self._last_beat > self._heartbeat_seconds
+        return State.STALLED if stalled else self._state
+
+    def beat(self) -> None:
+        """A sign of life, given by the task itself wherever it goes on."""
+        self._last_beat = trio.current_time()
+
+    def starting(self, heartbeat_seconds: float) -> None:
+        """An attempt begins."""
+        self._state, self._running_since, self._heartbeat_seconds = State.STARTING, None, heartbeat_seconds
+        self.beat()
 
     def running(self) -> None:
         """The task works; all it needs is there."""
-        self.state, self.missing, self.running_since = State.RUNNING, frozenset(), trio.current_time()
+        self._state, self.missing, self._running_since = State.RUNNING, frozenset(), trio.current_time()
+        self.beat()
 
     def failed(self, error: BaseException) -> None:
         """The task ended with this and will be tried again."""
         down = frozenset(leaf.dependency for leaf in leaves(error) if isinstance(leaf, DependencyDown))
-        self.state, self.missing, self.running_since = State.BACKOFF, down, None
+        self._state, self.missing, self._running_since = State.BACKOFF, down, None
         self.restarts, self.last_error = self.restarts + 1, describe(error)
+
+    def gave_up(self, error: BaseException) -> None:
+        """The task ended with this and will not be tried again."""
+        self._state, self._running_since, self.last_error = State.FAILED, None, describe(error)
+
+    def ended(self) -> None:
+        """Nothing more comes from this task."""
+        self._state = State.FAILED if self._state is State.FAILED else State.STOPPED
+        self._running_since = None
 
     def running_seconds(self) -> float | None:
         """How long the task has been running without a break; None while it is not."""
-        return None if self.running_since is None else trio.current_time() - self.running_since
+        return None if self._running_since is None else trio.current_time() - self._running_since
+
+
+@frozen
+class Book:
+    """What came in must equal what became of it."""
+
+    entered: str
+    accounted: tuple[str, ...]
+
+    def read(self, totals: Mapping[str, int]) -> dict[str, int]:
+        """The entries, and the `difference` that must be 0."""
+        entries = {name: totals.get(name, 0) for name in (self.entered, *self.accounted)}
+        return entries | {"difference": entries[self.entered] - sum(entries[name] for name in self.accounted)}
+
+
+BOOKS = {
+    "publisher": Book("taken", ("confirmed", "failed", "refused")),
+    "subscriber": Book("received", ("applied", "duplicate", "late", "ignored", "invalid", "unknown", "abandoned", "waiting")),
+}
 
 
 @define
@@ -64,6 +112,8 @@ class Status:
     enabled: bool
     tasks: dict[str, TaskStatus] = Factory(dict)
     stopping: bool = False
+    waiting: Callable[[], int] = lambda: 0
+    """How many received messages wait to be applied."""
 
     def add(self, name: str, needs: Iterable[Dependency] = ()) -> TaskStatus:
         """Make a task known before it starts."""
@@ -90,12 +140,22 @@ class Status:
             "version": self.version,
         }
 
+    def stalled(self) -> list[str]:
+        """The tasks that hang, for `/livez`."""
+        return [name for name, task in self.tasks.items() if task.state is State.STALLED]
+
     def totals(self) -> dict[str, dict[str, int]]:
         """What each task has done since the start of the process."""
         return {
             name: dict(sum((part.totals for part in parts), Counter())) | {"restarts": sum(part.restarts for part in parts)}
             for name, parts in self._by_task().items()
         }
+
+    def books(self) -> dict[str, dict[str, int]]:
+        """Per task with books, its entries; `difference` is 0 between any two steps of the daemon."""
+        totals = self.totals()
+        totals.setdefault("subscriber", {})["waiting"] = self.waiting()
+        return {task: book.read(totals.get(task, {})) for task, book in BOOKS.items()}
 
     def _by_task(self) -> dict[str, list[TaskStatus]]:
         grouped: dict[str, list[TaskStatus]] = {}

@@ -13,8 +13,8 @@ import trio
 from attrs import frozen
 
 from armcore_trio import logs, store
-from armcore_trio.bus import Message, Received, open_bus
-from armcore_trio.database import Connection, bounded
+from armcore_trio.bus import ANSWER_SECONDS, Message, Received, open_bus
+from armcore_trio.database import QUERY_SECONDS, Connection, bounded
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.inbox import Inbox, Pending
 from armcore_trio.lifecycle import Change, Job, Outcome, Verdict, receive
@@ -27,6 +27,9 @@ from armcore_trio.supervisor import Stop
 _log = logs.get(task="subscriber")
 
 QUEUE_GROUP = "arm-core"
+_IDLE_SECONDS = 10.0
+"""How long a part waits for something to do before it gives a sign of life."""
+_TOTALS = {Outcome.UNKNOWN_JOB: "unknown"}
 _HARMLESS = frozenset({Outcome.DUPLICATE, Outcome.IGNORED})
 _UNIQUE_VIOLATION = "23505"
 
@@ -38,6 +41,7 @@ class Intake:
     settings: Settings
     inbox: Inbox
     status: TaskStatus
+    heartbeat_seconds: float = 3 * _IDLE_SECONDS
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Receive until the stop; then leave the group, take what was under way, and stay until all of it is answered."""
@@ -47,8 +51,10 @@ class Intake:
                     await bus.subscribe(self.settings.result_subject, QUEUE_GROUP, self._take)
                     self.inbox.answer = bus.publish_batch
                     task_status.started()
-                    with stop.interrupts():
-                        await trio.sleep_forever()
+                    while not stop.requested:
+                        self.status.beat()
+                        with stop.interrupts():
+                            await trio.sleep(_IDLE_SECONDS)
                     await bus.drain()
                 await self.inbox.wait_settled()
             finally:
@@ -75,6 +81,7 @@ class Application:
     store: Store
     inbox: Inbox
     status: TaskStatus
+    heartbeat_seconds: float = _IDLE_SECONDS + 2 * (QUERY_SECONDS + ANSWER_SECONDS)
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Apply batches as messages arrive, watching the connection while there are none."""
@@ -84,7 +91,8 @@ class Application:
                 if batch := self.inbox.front(self.settings.inbox_batch_size):
                     await self.apply(connection, batch)
                 else:
-                    with stop.interrupts():
+                    self.status.beat()
+                    with stop.interrupts(), trio.move_on_after(_IDLE_SECONDS):
                         await self._wait_filled(connection)
 
     async def _wait_filled(self, connection: Connection) -> None:
@@ -94,7 +102,8 @@ class Application:
             nursery.cancel_scope.cancel()
 
     async def apply(self, connection: Connection, batch: Sequence[Pending]) -> None:
-        """Apply the inbox's oldest messages, log and answer them, then drop them from it. On an outage they all stay."""
+        """Apply the inbox's oldest messages, drop them from it, log and answer them. On an outage they all stay."""
+        self.status.beat()
         try:
             verdicts = await self._commit(connection, batch)
         except WriteRefused as refusal:
@@ -103,11 +112,10 @@ class Application:
                     await self.apply(connection, [pending])
                 return
             verdicts = [_refused(refusal)]
-        try:
+        with self.inbox.busy():
+            self.inbox.drop(len(batch))
             self._report(batch, verdicts)
             await self._answer(batch, verdicts)
-        finally:
-            self.inbox.drop(len(batch))
 
     async def _commit(self, connection: Connection, batch: Sequence[Pending]) -> list[Verdict]:
         envelopes = [pending.content for pending in batch if isinstance(pending.content, Envelope)]
@@ -122,7 +130,7 @@ class Application:
         return verdicts
 
     def _report(self, batch: Sequence[Pending], verdicts: Sequence[Verdict]) -> None:
-        self.status.totals.update(Counter(verdict.outcome.value for verdict in verdicts))
+        self.status.totals.update(Counter(_TOTALS.get(verdict.outcome, verdict.outcome.value) for verdict in verdicts))
         applied: dict[str, list[str]] = {}
         for pending, verdict in zip(batch, verdicts, strict=True):
             received, content = pending.received, pending.content

@@ -7,8 +7,7 @@ restart intensity. A stop works in every phase: during a start it cancels the at
 """
 
 import random
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -17,7 +16,7 @@ from attrs import Factory, define, frozen
 
 from armcore_trio import logs
 from armcore_trio.errors import DependencyDown, Unrecoverable, describe, leaves
-from armcore_trio.status import State, TaskStatus
+from armcore_trio.status import TaskStatus
 
 
 class Stop:
@@ -49,36 +48,11 @@ class Stop:
 Start = Callable[..., Awaitable[None]]
 
 
-@frozen
-class RestartPolicy:
-    """When and whether to try again (D9.2). Seconds throughout; `jitter` is the share by which a delay may differ."""
+class Mode(Enum):
+    """Whether a child that returns by itself has failed (permanent) or is done (transient)."""
 
-    base_seconds: float = 0.5
-    factor: float = 2.0
-    cap_seconds: float = 10.0
-    jitter: float = 0.2
-    intensity: int = 5
-    period_seconds: float = 60.0
-    healthy_seconds: float = 10.0
-    """A child that ran this long starts its back-off from the base again."""
-
-    def delay(self, failures: int, source: random.Random) -> float:
-        """The wait after so many failures in a row (1 for the first)."""
-        plain = min(self.cap_seconds, self.base_seconds * self.factor ** min(failures - 1, 64))
-        return plain * (1 + self.jitter * (2 * source.random() - 1))
-
-    def exhausted(self, crashes: Sequence[float], now: float) -> bool:
-        """Whether crashes (instants, oldest first) exceed what is tolerated within the period before now."""
-        return sum(instant > now - self.period_seconds for instant in crashes) > self.intensity
-
-
-@frozen
-class ChildSpec:
-    """What to run, under which name, restarted how."""
-
-    name: str
-    start: Start
-    policy: RestartPolicy = RestartPolicy()
+    PERMANENT = "permanent"
+    TRANSIENT = "transient"
 
 
 class Kind(Enum):
@@ -97,6 +71,56 @@ def classify(error: BaseException) -> Kind:
     return Kind.DEPENDENCY if all(isinstance(cause, DependencyDown) for cause in causes) else Kind.CRASH
 
 
+@frozen
+class History:
+    """What a policy knows of a child: how often it has failed in a row, and when it last crashed (oldest first)."""
+
+    failures: int = 0
+    crashes: tuple[float, ...] = ()
+    fatal: bool = False
+
+
+@frozen
+class RestartPolicy:
+    """When and whether to try again (D9.2): pure functions of history, now and a source of randomness. Times in seconds."""
+
+    mode: Mode = Mode.PERMANENT
+    base_seconds: float = 0.5
+    factor: float = 2.0
+    cap_seconds: float = 10.0
+    jitter: float = 0.2
+    """The share by which a delay may differ from the plain one, either way."""
+    intensity: int = 5
+    period_seconds: float = 60.0
+    """More than `intensity` crashes within this long are too many. A dependency that is down never counts."""
+    healthy_seconds: float = 10.0
+    """After having run this long, a child's back-off starts from the base again."""
+
+    def record(self, history: History, kind: Kind, now: float, ran_seconds: float) -> History:
+        """The history with one more failure, of a child that had been running for so long (0 if it never got ready)."""
+        failures = 1 if ran_seconds >= self.healthy_seconds else history.failures + 1
+        recent = tuple(instant for instant in history.crashes if instant > now - self.period_seconds)
+        return History(failures, recent + ((now,) if kind is Kind.CRASH else ()), kind is Kind.FATAL)
+
+    def decide(self, history: History, source: random.Random) -> float | None:
+        """The wait before the next attempt; None if there shall be none."""
+        if history.fatal or len(history.crashes) > self.intensity:
+            return None
+        plain = min(self.cap_seconds, self.base_seconds * self.factor ** min(history.failures - 1, 64))
+        return plain * (1 + self.jitter * (2 * source.random() - 1))
+
+
+@frozen
+class ChildSpec:
+    """What to run, under which name, restarted how."""
+
+    name: str
+    start: Start
+    policy: RestartPolicy = RestartPolicy()
+    heartbeat_seconds: float = float("inf")
+    """The longest the child may go without `TaskStatus.beat()`; after that it counts as stalled."""
+
+
 class ReturnedEarly(Exception):
     """A child returned although nobody had asked it to stop."""
 
@@ -108,9 +132,7 @@ class _Child:
     stop: Stop = Factory(Stop)
     scope: trio.CancelScope = Factory(trio.CancelScope)
     ended: trio.Event = Factory(trio.Event)
-    crashes: deque[float] = Factory(lambda: deque(maxlen=1000))
-    failures: int = 0
-    running_since: float | None = None
+    history: History = History()
     down_since: float | None = None
     logged: str | None = None
 
@@ -157,12 +179,12 @@ class Supervisor:
                     if failure is None or not await self._survive(child, failure):
                         break
         finally:
-            child.status.state = State.FAILED if child.status.state is State.FAILED else State.STOPPED
+            child.status.ended()
             child.ended.set()
 
     async def _attempt(self, child: _Child) -> BaseException | None:
-        """Run the child once. Returns why it failed, or None if it stopped as asked."""
-        child.status.state, child.running_since = State.STARTING, None
+        """Run the child once. Returns why it failed, or None if it is done: stopped as asked, or transient and finished."""
+        child.status.starting(child.spec.heartbeat_seconds)
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -170,51 +192,52 @@ class Supervisor:
                     await nursery.start(child.spec.start, child.stop, name=child.spec.name)
                     self._started(child)
         except* Exception as group:  # noqa: BLE001 - whatever it is, the policy decides
-            failure = group
-        if failure is None and not child.stop.requested:
+            if child.stop.requested:
+                logs.get(task=child.spec.name).warning("task.failed_while_stopping", error=describe(group))
+            else:
+                failure = group
+        if failure is None and not child.stop.requested and child.spec.policy.mode is Mode.PERMANENT:
             return ReturnedEarly("returned without having been asked to stop")
         return failure
 
     def _started(self, child: _Child) -> None:
-        child.running_since = trio.current_time()
         child.status.running()
         if child.down_since is not None:
-            outage_seconds = round(child.running_since - child.down_since, 3)
-            logs.get(task=child.spec.name).info("task.recovered", outage_seconds=outage_seconds, attempts=child.failures)
+            outage_seconds = round(trio.current_time() - child.down_since, 3)
+            attempts = child.history.failures
+            logs.get(task=child.spec.name).info("task.recovered", outage_seconds=outage_seconds, attempts=attempts)
         child.down_since = child.logged = None
 
     async def _survive(self, child: _Child, failure: BaseException) -> bool:
         """Wait before the next attempt. Returns False if there shall be none."""
-        log, now, policy = logs.get(task=child.spec.name), trio.current_time(), child.spec.policy
-        if child.stop.requested:
-            log.warning("task.failed_while_stopping", error=describe(failure))
-            return False
-        child.status.failed(failure)
+        now, policy = trio.current_time(), child.spec.policy
         kind = classify(failure)
-        if kind is Kind.CRASH:
-            child.crashes.append(now)
-        if kind is Kind.FATAL or policy.exhausted(child.crashes, now):
+        child.history = policy.record(child.history, kind, now, child.status.running_seconds() or 0)
+        delay_seconds = policy.decide(child.history, self._random)
+        if delay_seconds is None:
             self._give_up(child, failure, kind)
             return False
-        if child.running_since is not None and now - child.running_since >= policy.healthy_seconds:
-            child.failures = 0
-        child.failures += 1
+        child.status.failed(failure)
         child.down_since = now if child.down_since is None else child.down_since
-        delay = policy.delay(child.failures, self._random)
-        error = describe(failure)
-        if kind is Kind.CRASH:
-            log.error("task.restarting", exc_info=failure, restarts=child.status.restarts, delay_seconds=round(delay, 3))
-        elif error != child.logged:
-            log.warning("task.restarting", error=error, restarts=child.status.restarts, delay_seconds=round(delay, 3))
-        child.logged = error
+        self._log_restarting(child, failure, kind, delay_seconds)
         with child.stop.interrupts():
-            await trio.sleep(delay)
+            await trio.sleep(delay_seconds)
         return True
 
+    def _log_restarting(self, child: _Child, failure: BaseException, kind: Kind, delay_seconds: float) -> None:
+        """A crash is told each time, an outage once for each cause."""
+        error = describe(failure)
+        if kind is Kind.CRASH or error != child.logged:
+            told = {"exc_info": failure} if kind is Kind.CRASH else {"error": error}
+            log = logs.get(task=child.spec.name, restarts=child.status.restarts, delay_seconds=round(delay_seconds, 3))
+            (log.error if kind is Kind.CRASH else log.warning)("task.restarting", **told)
+        child.logged = error
+
     def _give_up(self, child: _Child, failure: BaseException, kind: Kind) -> None:
-        child.status.state = State.FAILED
-        if self.failure is None:
-            self.failure = failure
-            told = {"error": describe(failure)} if kind is Kind.FATAL else {"exc_info": failure, "crashes": len(child.crashes)}
-            logs.get(task=child.spec.name).critical("supervisor.gave_up", **told)
+        """End everything. Several children that find the same thing unrecoverable say so once."""
+        child.status.gave_up(failure)
+        if self.failure is None or kind is Kind.CRASH:
+            told = {"error": describe(failure)} if kind is Kind.FATAL else {"exc_info": failure}
+            logs.get(task=child.spec.name).critical("supervisor.gave_up", crashes=len(child.history.crashes), **told)
+        self.failure = self.failure or failure
         self.gave_up.set()

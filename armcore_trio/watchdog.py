@@ -7,7 +7,7 @@ import trio
 from attrs import frozen
 
 from armcore_trio import logs, store
-from armcore_trio.database import Connection, bounded
+from armcore_trio.database import QUERY_SECONDS, Connection, bounded
 from armcore_trio.errors import WriteRefused
 from armcore_trio.lifecycle import Event, advance
 from armcore_trio.passes import run_pass
@@ -29,6 +29,11 @@ class Watchdog:
     store: Store
     status: TaskStatus
 
+    @property
+    def heartbeat_seconds(self) -> float:
+        """A wait and a batch, with as much again to spare."""
+        return self.settings.watchdog_period_seconds + 2 * QUERY_SECONDS
+
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Run a pass at once and every `WATCHDOG_PERIOD_SECONDS`, watching the connection in between."""
         async with self.store.open("watchdog") as connection:
@@ -44,6 +49,7 @@ class Watchdog:
         await run_pass(expire, batch_size=_BATCH_SIZE, stop=stop, refused=self._log_refusal)
 
     async def _expire_batch(self, connection: Connection, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
+        self.status.beat()
         async with bounded("a watchdog pass"), connection.transaction():
             jobs = await store.claim_expired(connection, limit=limit, skip=skip)
             if not jobs:

@@ -1,0 +1,155 @@
+"""Reads a daemon's log and tells what happened, for a person: start, outages, totals, the books, how the stop went (R9).
+
+Each run in the log is told on its own. What does not add up is said last: a run without an end, books that do not
+balance, records that contradict the totals, work abandoned, a step cut short, an exit other than 0.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+from attrs import define, field
+
+Record = dict[str, Any]
+
+# Which total each event must add up to: (task, total) by event; an event without `count` counts once.
+_ADDS_TO = {
+    "outbox.published": ("publisher", "published"),
+    "outbox.republished": ("publisher", "republished"),
+    "outbox.refused": ("publisher", "refused"),
+    "outbox.dead_lettered": ("publisher", "dead_lettered"),
+    "watchdog.timed_out": ("watchdog", "timed_out"),
+    "inbox.applied": ("subscriber", "applied"),
+    "inbox.duplicate": ("subscriber", "duplicate"),
+    "inbox.late": ("subscriber", "late"),
+    "inbox.ignored": ("subscriber", "ignored"),
+    "inbox.invalid": ("subscriber", "invalid"),
+    "inbox.unknown_job": ("subscriber", "unknown"),
+    "inbox.abandoned": ("subscriber", "abandoned"),
+}
+
+
+@define
+class Run:
+    """One life of a daemon, from `daemon.started` to `shutdown.complete` or wherever the log ends."""
+
+    records: list[Record] = field(factory=list)
+
+    def named(self, *events: str) -> list[Record]:
+        """Its records of these events, in order."""
+        return [record for record in self.records if record["event"] in events]
+
+    @property
+    def end(self) -> Record | None:
+        """Its last word, if it got to say it."""
+        return next(iter(self.named("shutdown.complete")), None)
+
+
+@define
+class Review:
+    """The story of a log as lines, and what in it does not add up."""
+
+    story: list[str] = field(factory=list)
+    problems: list[str] = field(factory=list)
+
+
+def review(lines: Iterable[str]) -> Review:
+    """Read a log, line by line. Never raises: what cannot be read is a problem to report."""
+    result = Review()
+    runs = list(_runs(lines, result.problems))
+    if not runs:
+        result.problems.append("there is no daemon.started in this log")
+    for number, run in enumerate(runs, 1):
+        result.story += _tell(run, number)
+        result.problems += [f"run {number}: {problem}" for problem in _problems(run)]
+    return result
+
+
+def _runs(lines: Iterable[str], problems: list[str]) -> Iterator[Run]:
+    run: Run | None = None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = _record(line)
+        if record is None:
+            problems.append(f"line {number} is no log record")
+        elif record["event"] == "daemon.started":
+            if run:
+                yield run
+            run = Run([record])
+        elif run:
+            run.records.append(record)
+    if run:
+        yield run
+
+
+def _record(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+        datetime.fromisoformat(record["timestamp"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
+
+
+def _tell(run: Run, number: int) -> Iterator[str]:
+    first, end = run.records[0], run.end
+    yield f"run {number}: started {first['timestamp']}, version {first.get('version')}"
+    for record in run.named("health.listening", "migrate.done", "supervisor.gave_up", "shutdown.started"):
+        yield f"  {_clock(record)} {record['event']}{_fields(record, 'url', 'revision', 'task', 'signal', 'error')}"
+    yield from _outages(run)
+    if end:
+        for task, totals in end.get("totals", {}).items():
+            yield f"  {task}: " + (", ".join(f"{name} {count}" for name, count in totals.items() if count) or "nothing to do")
+        for task, book in end.get("books", {}).items():
+            entered, *accounted = [(name, count) for name, count in book.items() if name != "difference"]
+            parts = " + ".join(f"{count} {name}" for name, count in accounted if count) or "0"
+            yield f"  books of {task}: {entered[1]} {entered[0]} = {parts}"
+    for record in run.named("shutdown.step"):
+        yield f"  {_clock(record)} stop, {record.get('step')}: {record.get('seconds')} s"
+    if end:
+        yield f"  {_clock(end)} ended after {end.get('seconds')} s, exit code {end.get('exit_code')}"
+
+
+def _outages(run: Run) -> Iterator[str]:
+    for record in run.named("task.restarting", "task.recovered"):
+        cause = record.get("error") or f"back after {record.get('outage_seconds')} s, {record.get('attempts')} attempts"
+        yield f"  {_clock(record)} {record.get('task')}: {cause}"
+
+
+def _problems(run: Run) -> Iterator[str]:
+    end = run.end
+    if end is None:
+        yield "the log ends without shutdown.complete: the process was killed, or still runs"
+        return
+    if end.get("exit_code") != 0:
+        yield f"exit code {end.get('exit_code')}"
+    for task, book in end.get("books", {}).items():
+        if book.get("difference"):
+            yield f"the books of {task} differ by {book['difference']}"
+    for record in run.named("shutdown.step"):
+        if not record.get("finished"):
+            yield f"the stop of {record.get('step')} was cut short"
+    if abandoned := run.named("inbox.abandoned"):
+        yield f"{len(abandoned)} received messages were abandoned"
+    yield from _contradictions(run, end)
+
+
+def _contradictions(run: Run, end: Record) -> Iterator[str]:
+    told: Counter[tuple[str, str]] = Counter()
+    for record in run.named(*_ADDS_TO):
+        told[_ADDS_TO[record["event"]]] += record.get("count", 1)
+    for task, total in _ADDS_TO.values():
+        claimed = end.get("totals", {}).get(task, {}).get(total, 0)
+        if told[task, total] != claimed:
+            yield f"the records tell of {told[task, total]} {total} by {task}, the totals of {claimed}"
+
+
+def _clock(record: Record) -> str:
+    return datetime.fromisoformat(record["timestamp"]).strftime("%H:%M:%S.%f")[:-3]
+
+
+def _fields(record: Record, *names: str) -> str:
+    return "".join(f" {name}={record[name]}" for name in names if record.get(name) is not None)
