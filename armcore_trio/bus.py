@@ -6,22 +6,20 @@ within `2 * PING_SECONDS` even if the peer just falls silent. The owner is then 
 """
 
 import asyncio
-import base64
-import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
-import nkeys
 import trio
 import trio_asyncio
 from attrs import frozen
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from armcore_trio.errors import Dependency, DependencyDown
-from armcore_trio.settings import NatsServer, Settings
+from armcore_trio.nats_client import CONFLICT, MSG_ID, NatsClient, credentials, explain
+from armcore_trio.settings import Settings
+from armcore_trio.values import NatsServer
 
 if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
@@ -33,9 +31,6 @@ PING_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _NEVER_SECONDS = 10**9
-
-MSG_ID = "Nats-Msg-Id"
-_CONFLICT = "conflict"
 
 
 @frozen
@@ -63,61 +58,13 @@ class Received:
     subject: str = ""
 
 
-class _Client(Client):
-    """nats-py's client with what it lacks: a PONG that proves a batch arrived, and a refusal to speak in clear."""
-
-    def __init__(self, server: NatsServer) -> None:
-        super().__init__()
-        self._wanted = server
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Called with the server's first line, before any credential is sent."""
-        if initial_connection and self._wanted.tls and not info.get("tls_required"):
-            raise nats.errors.Error("the server does not require TLS, and tls:// was asked for")
-        await super()._process_info(info, initial_connection)
-
-    @staticmethod
-    def _parse_header_lines(raw: bytes) -> dict[str, str]:
-        """The one header we read, in any case and number."""
-        pairs = (line.partition(b":") for line in raw.split(b"\r\n"))
-        values = [value.strip() for name, _, value in pairs if name.strip().lower() == b"nats-msg-id" and value.strip()]
-        if not values:
-            return {}
-        msg_id = values[0].decode("utf-8", "replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
-        return {MSG_ID: msg_id} | ({_CONFLICT: ""} if len(set(values)) > 1 else {})
-
-    async def confirm(self) -> None:
-        """Wait for the PONG to a PING written after everything published so far (D1.1).
-
-        Not `flush()`: its PING overtakes what is still buffered, and it returns without a PONG on a dead connection.
-        The future is shielded because the client's reader dies of a PONG whose future was cancelled.
-        """
-        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._pongs.append(pong)
-        await self._send_command(b"PING\r\n")
-        await self._flush_pending()
-        await asyncio.shield(pong)
-
-    async def leave(self, subscription: "Subscription") -> None:
-        """End a subscription without losing what is under way, as `drain()` can: its PING overtakes its own UNSUB."""
-        await self._send_unsubscribe(subscription._id)
-        await self.confirm()
-        await subscription._pending_queue.join()
-
-    def abort(self) -> None:
-        """Drop the connection without waiting for a peer that may be frozen."""
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
-
-
 class Bus:
     """A live connection, made by `open_bus`. Every method ends in bounded time, in success or in `DependencyDown`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, server: NatsServer) -> None:
         self.server = server
         self._loop = loop
-        self._client = _Client(server)
+        self._client = NatsClient(server)
         self._groups: list[Subscription] = []
         self._ended = trio.Event()
         self._waiting: set[trio.Event] = set()
@@ -150,7 +97,7 @@ class Bus:
         async def take(message: Msg) -> None:
             headers = message.headers or {}
             reply = message.reply or None
-            deliver(Received(message.data, headers.get(MSG_ID), reply, _CONFLICT in headers, message.subject))
+            deliver(Received(message.data, headers.get(MSG_ID), reply, CONFLICT in headers, message.subject))
 
         async def join() -> None:
             subscription = await self._client.subscribe(subject, queue=queue, cb=take)
@@ -205,7 +152,7 @@ class Bus:
             raise DependencyDown(Dependency.NATS, f"{self.server} did not {what} within {seconds:g} s") from None
         except (nats.errors.Error, OSError) as error:
             cause = self._last_failure if isinstance(error, nats.errors.NoServersError) else error
-            raise DependencyDown(Dependency.NATS, f"{self.server}: {_explain(cause)}") from None
+            raise DependencyDown(Dependency.NATS, f"{self.server}: {explain(cause)}") from None
         finally:
             self._waiting.discard(done)
             task.cancel()
@@ -216,7 +163,7 @@ class Bus:
             waiting.set()
 
     def _connection_lost(self) -> DependencyDown:
-        return DependencyDown(Dependency.NATS, f"{self.server}: {_explain(self._client.last_error)}")
+        return DependencyDown(Dependency.NATS, f"{self.server}: {explain(self._client.last_error)}")
 
     async def _connect(self, settings: Settings, name: str) -> None:
         async def ended() -> None:
@@ -229,23 +176,26 @@ class Bus:
         async def failed(error: Exception) -> None:
             self._last_failure = error
             if "permissions violation" in str(error).lower():
-                self._violations.append(_explain(error))
+                self._violations.append(explain(error))
 
-        connecting = self._client.connect(
-            [f"nats://{self.server.host if ':' not in self.server.host else f'[{self.server.host}]'}:{self.server.port}"],
-            name=name,
-            allow_reconnect=False,
-            max_reconnect_attempts=1,
-            reconnect_time_wait=0,
-            connect_timeout=_NEVER_SECONDS,
-            ping_interval=_NEVER_SECONDS,
-            pending_size=0,
-            error_cb=failed,
-            closed_cb=ended,
-            lame_duck_mode_cb=lame_duck,
-            **_credentials(settings, self.server),
-        )
-        await self._call("let us connect", CONNECT_SECONDS, connecting)
+        async def connect() -> None:
+            host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
+            await self._client.connect(
+                [f"nats://{host}:{self.server.port}"],
+                name=name,
+                allow_reconnect=False,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0,
+                connect_timeout=_NEVER_SECONDS,
+                ping_interval=_NEVER_SECONDS,
+                pending_size=0,
+                error_cb=failed,
+                closed_cb=ended,
+                lame_duck_mode_cb=lame_duck,
+                **credentials(settings, self.server),
+            )
+
+        await self._call("let us connect", CONNECT_SECONDS, connect())
 
     async def _close(self) -> None:
         with suppress(DependencyDown), trio.move_on_after(_CLOSE_SECONDS, shield=True):
@@ -289,28 +239,3 @@ async def _connect_any(loop: asyncio.AbstractEventLoop, settings: Settings, name
 
 def _leave_to_watch(_: asyncio.AbstractEventLoop, __: dict[str, Any]) -> None:
     """Failures of tasks nobody waits for: the connection they belonged to ends, and `watch` says so once."""
-
-
-def _credentials(settings: Settings, server: NatsServer) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if server.tls:
-        options["tls"] = ssl.create_default_context(cafile=settings.nats_ca_file)
-        options["tls_hostname"] = server.host
-    if server.user and server.password:
-        options |= {"user": server.user.reveal(), "password": server.password.reveal()}
-    elif server.user:
-        options["token"] = server.user.reveal()
-    if settings.nats_seed and settings.nats_jwt:
-        seed, jwt = settings.nats_seed.reveal(), settings.nats_jwt.reveal()
-        options["user_jwt_cb"] = lambda: bytearray(jwt.encode())
-        options["signature_cb"] = lambda nonce: base64.b64encode(nkeys.from_seed(bytearray(seed.encode())).sign(nonce.encode()))
-    elif settings.nats_seed:
-        options["nkeys_seed_str"] = settings.nats_seed.reveal()
-    return options
-
-
-def _explain(error: Exception | None) -> str:
-    """The cause in a line. nats-py wraps what it was told in its own prefix."""
-    if error is None or isinstance(error, nats.errors.UnexpectedEOF):
-        return "the server closed the connection"
-    return " ".join(str(error).removeprefix("nats: ").split()).strip("'\"") or type(error).__name__

@@ -4,8 +4,9 @@ from attrs import fields
 
 from armcore_trio.bus import open_bus
 from armcore_trio.errors import DependencyDown, SchemaOutdated, describe
-from armcore_trio.settings import Secret, Settings
+from armcore_trio.settings import Settings
 from armcore_trio.store import Store
+from armcore_trio.values import Secret
 
 
 def report(settings: Settings) -> dict[str, str]:

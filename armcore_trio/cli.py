@@ -16,8 +16,9 @@ import trio
 
 from armcore_trio import __version__, logs
 from armcore_trio.errors import DependencyDown, SchemaOutdated, SettingsError, describe
-from armcore_trio.settings import DSN, LogFormat, Settings, load
+from armcore_trio.settings import DSN, Settings, load
 from armcore_trio.store import SCHEMA_VERSION, Store
+from armcore_trio.values import LogFormat
 
 T = TypeVar("T")
 

@@ -25,9 +25,9 @@ from starlette.routing import Route
 from armcore_trio import logs
 from armcore_trio.database import Connection, bounded, connect
 from armcore_trio.errors import DependencyDown, leaves
-from armcore_trio.settings import Endpoint
 from armcore_trio.status import State, Status
 from armcore_trio.supervisor import Stop
+from armcore_trio.values import Endpoint
 
 if TYPE_CHECKING:
     from hypercorn.typing import ASGIFramework

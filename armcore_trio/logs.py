@@ -16,7 +16,7 @@ import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 from armcore_trio.errors import describe
-from armcore_trio.settings import LogFormat
+from armcore_trio.values import LogFormat
 
 Log = structlog.typing.FilteringBoundLogger
 

@@ -3,7 +3,7 @@
 import http.client
 import json
 
-from armcore_trio.settings import Endpoint
+from armcore_trio.values import Endpoint
 
 _SECONDS = 5.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - listened on, not called
