@@ -138,7 +138,14 @@ def retry(jobs: tuple[UUID, ...], as_json: bool) -> None:
     type=click.Choice(["tabular", "image"]),
     help="Repeatable; both if not given.",
 )
-@click.option("--delay", "delay_seconds", default=0.2, show_default=True, help="Seconds a document takes.")
+@click.option(
+    "--delay",
+    "delay_seconds",
+    default=0.2,
+    show_default=True,
+    type=click.FloatRange(0, 3600),
+    help="Seconds a document takes.",
+)
 def simulate(pipelines: tuple[str, ...], delay_seconds: float) -> None:
     """Be a recognition service that answers by what the file's name says (needs_check, error, silent, anything else is done)."""
     from armcore_trio import simulator

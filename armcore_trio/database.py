@@ -7,7 +7,7 @@ mix outages with bad data. A cancelled query leaves its connection usable or clo
 
 import select
 from collections.abc import AsyncIterator, Generator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -54,7 +54,7 @@ class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
         self.lock = trio.Lock()  # type: ignore[assignment]  # used as a context manager only
 
     async def wait(self, gen: PQGen[RV], interval: float = 0, timeout: float | None = None) -> RV:  # noqa: ARG002
-        """Drive one of psycopg's generators. A cancelled query is cancelled on the server too, or the connection closed."""
+        """Drive one of psycopg's generators. A query whose wait is cancelled is cancelled on the server too."""
         try:
             with trio.move_on_after(float("inf") if timeout is None else timeout):
                 return await self._drive(gen)
@@ -69,16 +69,24 @@ class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
 
     async def _abandon(self, gen: PQGen[Any]) -> None:
         """Ask the server to stop and read what it still says; close if that takes too long (a frozen server)."""
-        with trio.move_on_after(_CANCEL_SECONDS, shield=True):
-            try:
-                await _run(self._cancel_gen())
-                await self._drive(gen)
-            except psycopg.errors.QueryCanceled:
-                return
-            except (psycopg.Error, OSError):
-                pass
-        if self.pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
+        with trio.move_on_after(_CANCEL_SECONDS, shield=True), suppress(psycopg.Error, OSError):
+            await _run(self._cancel_gen())
+            await self._drive(gen)
+        if self.pgconn.transaction_status == pq.TransactionStatus.ACTIVE or self.pgconn.pipeline_status:
             self.pgconn.finish()
+
+    @asynccontextmanager
+    async def transaction(
+        self, savepoint_name: str | None = None, force_rollback: bool = False
+    ) -> AsyncIterator[psycopg.AsyncTransaction]:
+        """As psycopg's, and closed if a cancellation left no time to roll back: the server then does it by itself."""
+        outermost = not self._num_transactions
+        try:
+            async with super().transaction(savepoint_name, force_rollback) as transaction:
+                yield transaction
+        finally:
+            if outermost and self.pgconn.transaction_status != pq.TransactionStatus.IDLE:
+                self.pgconn.finish()
 
     async def wait_notified(self) -> None:
         """Wait for a notification. `DependencyDown` as soon as the connection dies, so this also watches an idle one."""
@@ -106,7 +114,13 @@ async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
 
 
 async def _connect_any(params: dict[str, Any]) -> Connection:
-    attempts = await trio.to_thread.run_sync(conninfo.conninfo_attempts, params, abandon_on_cancel=True)
+    try:
+        with trio.fail_after(CONNECT_SECONDS):
+            attempts = await trio.to_thread.run_sync(conninfo.conninfo_attempts, params, abandon_on_cancel=True)
+    except trio.TooSlowError:
+        raise psycopg.OperationalError(f"no answer from the name server within {CONNECT_SECONDS:g} s") from None
+    except (OSError, UnicodeError) as error:
+        raise psycopg.OperationalError(f"the host's name cannot be resolved: {error}") from None
     failure: psycopg.Error = psycopg.OperationalError("no host to connect to")
     for attempt in attempts:
         try:

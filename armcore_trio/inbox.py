@@ -73,6 +73,8 @@ class Inbox:
         """Forget the oldest messages: they have been dealt with."""
         for _ in range(count):
             self._bytes -= len(self._pending.popleft().received.data)
+        if not self._pending:
+            self._notify()
 
     @contextmanager
     def receiving(self) -> Iterator[None]:

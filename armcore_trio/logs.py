@@ -4,8 +4,10 @@ structlog renders our own records; the standard library's loggers, warnings and 
 place. Secrets are cut out of every record's values, so no field and no library can leak one.
 """
 
+import io
 import json
 import logging
+import math
 import sys
 import threading
 from collections.abc import Iterable
@@ -39,6 +41,8 @@ def configure(format: LogFormat, *, debug: bool, secrets: Iterable[str]) -> None
         logger_factory=structlog.WriteLoggerFactory(),
         cache_logger_on_first_use=False,
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.captureWarnings(capture=True)
     root = logging.getLogger()
     root.handlers = [_Bridge()]
@@ -80,22 +84,30 @@ def _render_json(_: WrappedLogger, __: str, record: EventDict) -> str:
     return json.dumps({**first, **record}, default=str)
 
 
+def _forms(secret: str) -> tuple[str, ...]:
+    """How a secret may be written inside another text: plain, or quoted by Python or JSON."""
+    return secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]
+
+
 class _Redactor:
-    """Cuts secrets out of every value. Those of a few letters are left: they would blot out innocent text, ids above all."""
+    """Makes every value plain JSON and cuts secrets out of it.
+
+    Secrets of a few letters are left: they would blot out innocent text, ids above all.
+    """
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        forms = {form for secret in secrets for form in (secret, repr(secret)[1:-1]) if len(form) >= _LEAST_SECRET}
+        forms = {form for secret in secrets if len(secret) >= _LEAST_SECRET for form in _forms(secret)}
         self._forms = sorted(forms, key=len, reverse=True)
 
     def __call__(self, _: WrappedLogger, __: str, record: EventDict) -> EventDict:
-        return {name: self._clean(value) for name, value in record.items()} if self._forms else record
+        return {name: self._clean(value) for name, value in record.items()}
 
     def _clean(self, value: object) -> object:
         if isinstance(value, dict):
             return {name: self._clean(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
             return [self._clean(inner) for inner in value]
-        if value is None or isinstance(value, bool | int | float):
+        if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
             return value
         text = str(value)
         for form in self._forms:
@@ -107,13 +119,17 @@ class _Bridge(logging.Handler):
     """The standard library's records as ours: event `library.<logger>`, the text in `message`."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        log = get(message=" ".join(record.getMessage().split()))
+        try:
+            message = record.getMessage()
+        except Exception as fault:  # noqa: BLE001 - a library that formats wrongly has said something all the same
+            message = f"{record.msg} {record.args} ({type(fault).__name__})"
+        log = get(message=" ".join(message.split()))
         error = record.exc_info[1] if record.exc_info else None
         level = "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else "info"
         getattr(log, level)(f"library.{record.name}", **({"exc_info": error} if error else {}))
 
 
 def _log_uncaught(_: type[BaseException], error: BaseException | None, __: TracebackType | None) -> None:
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | SystemExit):
         return
     get().critical("process.uncaught_exception", exc_info=error)

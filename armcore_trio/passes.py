@@ -15,6 +15,7 @@ async def run_pass(attempt: Attempt, *, batch_size: int, stop: Stop, refused: Ca
     `attempt(limit, skip, claimed)` is one transaction over at most `limit` rows not in `skip`; it puts their ids into
     `claimed`, and into `skip` those it leaves for a later pass. When the database refuses what it writes, the rows are
     taken one by one until the guilty one is found; `refused` is told, and the others go on. The next pass tries it again.
+    A refusal before anything was claimed passes.
     """
     skip: set[UUID] = set()
     limit = batch_size
@@ -23,6 +24,8 @@ async def run_pass(attempt: Attempt, *, batch_size: int, stop: Stop, refused: Ca
         try:
             await attempt(limit, skip, claimed)
         except WriteRefused as refusal:
+            if not claimed:
+                raise
             if len(claimed) == 1:
                 skip.add(claimed[0])
                 refused(claimed[0], refusal)

@@ -1,14 +1,14 @@
 """A recognition service that only pretends to recognise, and is exemplary otherwise: see docs/service-guide.md.
 
-What it finds in a document stands in the file's name: `needs_check` or `needs-check`, `error`, `silent` (never answered
-at all), and anything else is done. Jobs outlive connections: work goes on while NATS is away, and a result is repeated
-until the core has answered it.
+The outcome stands in the file's name: `needs_check` or `needs-check`, `error`, `silent` (never answered), else done.
+Jobs outlive connections: work goes on while NATS is away, and a result is repeated until the core has answered it.
 """
 
 import json
 import random
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any
@@ -21,18 +21,14 @@ from armcore_trio import __version__, logs
 from armcore_trio.bus import Bus, Message, Received, open_bus
 from armcore_trio.settings import Settings
 from armcore_trio.status import TaskStatus
-from armcore_trio.supervisor import ChildSpec, Stop, Supervisor
+from armcore_trio.supervisor import ChildSpec, RestartPolicy, Stop, Supervisor
 
 _log = logs.get(task="simulator")
 
-SERVICES = {"tabular": "tabular-parser", "image": "image-recogniser"}
-"""Pipeline → the service that does it, which is also the name of its queue group."""
+SERVICES = {"tabular": "tabular-parser", "image": "image-recogniser"}  # the names of their queue groups too
 
-ANSWER_SECONDS = 10.0
-PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
+_ANSWER_SECONDS, _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 10.0, 0.5, 30.0
 _SLOTS = 256  # documents worked on at once; more are acknowledged and wait
-_BATCH_SIZE = 500
-_REMEMBERED = 100_000  # jobs whose repeats are recognised
 
 
 async def run(settings: Settings, pipelines: Sequence[str], delay_seconds: float) -> None:
@@ -44,24 +40,17 @@ async def run(settings: Settings, pipelines: Sequence[str], delay_seconds: float
         async with trio.open_nursery() as nursery:
             simulator = _Simulator(settings, tuple(dict.fromkeys(pipelines)), delay_seconds, nursery)
             supervisor = Supervisor(nursery)
-            supervisor.start(ChildSpec("simulator", simulator.run), TaskStatus())
-
-            async def stop() -> None:
-                finished = await supervisor.stop("simulator", settings.shutdown_grace_seconds)
-                (_log.info if finished else _log.warning)("simulator.stopped", unfinished=sorted(simulator.open_jobs))
-                nursery.cancel_scope.cancel()
-
-            async def obey() -> None:
-                await anext(signals)
-                nursery.start_soon(stop)
-                await anext(signals)
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(obey)
-            await supervisor.gave_up.wait()
+            supervisor.start(ChildSpec("simulator", simulator.run, RestartPolicy(intensity=sys.maxsize)), TaskStatus())
+            await anext(signals)
+            nursery.start_soon(_hurry, signals, nursery.cancel_scope)
+            await supervisor.stop("simulator", settings.shutdown_grace_seconds)
             nursery.cancel_scope.cancel()
-    if supervisor.failure is not None:
-        raise supervisor.failure
+    (_log.warning if simulator.open_jobs else _log.info)("simulator.stopped", unfinished=sorted(simulator.open_jobs))
+
+
+async def _hurry(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    await anext(signals)
+    scope.cancel()
 
 
 @frozen
@@ -75,8 +64,8 @@ class _Request:
     @classmethod
     def read(cls, data: bytes) -> "_Request":
         body = json.loads(data)
-        service, name = SERVICES[body["pipeline"]], str(body["file"]["name"])
-        return cls(str(UUID(body["job_id"])), body["file_id"], int(body["attempt"]), service, name)
+        job_id, service = str(UUID(body["job_id"])), SERVICES[body["pipeline"]]
+        return cls(job_id, body["file_id"], int(body["attempt"]), service, str(body["file"]["name"]))
 
     def envelope(self, fields: dict[str, Any]) -> bytes:
         service = {"name": self.service, "version": __version__}
@@ -92,7 +81,6 @@ def _recognise(request: _Request, bucket: str) -> dict[str, Any]:
     return {
         "status": "needs_check" if unsure else "done",
         "result_s3": {"bucket": bucket, "key": f"results/{request.file_id}/{request.job_id}/result.json"},
-        "result_schema_version": "1.0",
         "raw_s3_key": f"raw/{request.job_id}.json",
         "metrics": {"pages": random.randint(1, 20), "confidence": 0.61 if unsure else 0.98},
     }
@@ -105,7 +93,7 @@ class _Simulator:
     delay_seconds: float
     jobs: trio.Nursery
     open_jobs: set[str] = Factory(set)
-    _known: dict[str, None] = Factory(dict)
+    _known: set[str] = Factory(set)
     _answers: dict[str, trio.MemorySendChannel[bytes]] = Factory(dict)
     _inbox: str = Factory(lambda: f"_INBOX.{uuid4().hex}")
     _slots: trio.CapacityLimiter = Factory(lambda: trio.CapacityLimiter(_SLOTS))
@@ -144,9 +132,7 @@ class _Simulator:
         if not silent:
             self._post(Message(self.settings.result_subject, request.envelope({"status": "processing"})))
         if not silent and not repeat:
-            self._known[request.job_id] = None
-            if len(self._known) > _REMEMBERED:
-                del self._known[next(iter(self._known))]
+            self._known.add(request.job_id)
             self.open_jobs.add(request.job_id)
             self.jobs.start_soon(self._work, request)
 
@@ -165,24 +151,23 @@ class _Simulator:
         """Send the result until the core answers; every copy is the same (D4.8)."""
         msg_id, reply = f"result:{request.job_id}:{request.attempt}", f"{self._inbox}.{request.job_id}"
         message = Message(self.settings.result_subject, request.envelope(fields), msg_id, reply)
-        self._answers[reply], answers = trio.open_memory_channel[bytes](1)
-        pause_seconds = PAUSE_SECONDS
+        self._answers[reply], answers = trio.open_memory_channel[bytes](inf)
+        pause_seconds = _PAUSE_SECONDS
         while True:
             if self._post(message):
-                with trio.move_on_after(ANSWER_SECONDS), suppress(ValueError):  # nobody there: an empty answer, at once
+                with trio.move_on_after(_ANSWER_SECONDS), suppress(ValueError):  # nobody there: an empty answer, at once
                     answer: dict[str, Any] = json.loads(await answers.receive())
                     del self._answers[reply]
                     return answer
             await trio.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, MAX_PAUSE_SECONDS)
+            pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     def _take_answer(self, received: Received) -> None:
         if answers := self._answers.get(received.subject):
-            with suppress(trio.WouldBlock):
-                answers.send_nowait(received.data)
+            answers.send_nowait(received.data)
 
     def _post(self, message: Message) -> bool:
-        """False without a connection; then, as with any message NATS loses, a request comes again and a result is repeated."""
+        """False without a connection. Like any message NATS loses, a request comes again and a result is repeated."""
         if self._outgoing is not None:
             self._outgoing.send_nowait(message)
         return self._outgoing is not None
@@ -190,7 +175,5 @@ class _Simulator:
 
 async def _send(bus: Bus, outgoing: trio.MemoryReceiveChannel[Message]) -> None:
     async for message in outgoing:
-        batch = [message]
-        while len(batch) < _BATCH_SIZE and outgoing.statistics().current_buffer_used:
-            batch.append(outgoing.receive_nowait())
-        await bus.publish_batch(batch)
+        waiting = outgoing.statistics().current_buffer_used
+        await bus.publish_batch([message, *(outgoing.receive_nowait() for _ in range(waiting))])
