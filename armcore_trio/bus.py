@@ -19,7 +19,7 @@ from nats.aio.msg import Msg
 from armcore_trio.errors import Dependency, DependencyDown
 from armcore_trio.nats_client import CONFLICT, MSG_ID, NatsClient, credentials, explain
 from armcore_trio.settings import Settings
-from armcore_trio.values import NatsServer
+from armcore_trio.values import Endpoint, NatsServer
 
 if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
@@ -71,6 +71,7 @@ class Bus:
         self._lame_duck = False
         self._violations: list[str] = []
         self._last_failure: Exception | None = None
+        self._fault: Exception | None = None
 
     @property
     def max_payload(self) -> int:
@@ -97,7 +98,11 @@ class Bus:
         async def take(message: Msg) -> None:
             headers = message.headers or {}
             reply = message.reply or None
-            deliver(Received(message.data, headers.get(MSG_ID), reply, CONFLICT in headers, message.subject))
+            try:
+                deliver(Received(message.data, headers.get(MSG_ID), reply, CONFLICT in headers, message.subject))
+            except Exception as fault:  # noqa: BLE001 - the client would report it and go on; it is the owner's to fail
+                self._fault = fault
+                self._end()
 
         async def join() -> None:
             subscription = await self._client.subscribe(subject, queue=queue, cb=take)
@@ -117,6 +122,8 @@ class Bus:
         while True:
             with trio.move_on_after(PING_SECONDS):
                 await self._ended.wait()
+            if self._fault is not None:
+                raise self._fault
             if self._lame_duck:
                 await self.drain()
                 raise DependencyDown(Dependency.NATS, f"{self.server} is shutting down (lame duck mode)")
@@ -179,21 +186,25 @@ class Bus:
                 self._violations.append(explain(error))
 
         async def connect() -> None:
-            host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
-            await self._client.connect(
-                [f"nats://{host}:{self.server.port}"],
-                name=name,
-                allow_reconnect=False,
-                max_reconnect_attempts=1,
-                reconnect_time_wait=0,
-                connect_timeout=_NEVER_SECONDS,
-                ping_interval=_NEVER_SECONDS,
-                pending_size=0,
-                error_cb=failed,
-                closed_cb=ended,
-                lame_duck_mode_cb=lame_duck,
-                **credentials(settings, self.server),
-            )
+            try:
+                await self._client.connect(
+                    [f"nats://{Endpoint(self.server.host, self.server.port)}"],
+                    name=name,
+                    allow_reconnect=False,
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0,
+                    connect_timeout=_NEVER_SECONDS,
+                    ping_interval=_NEVER_SECONDS,
+                    pending_size=0,
+                    error_cb=failed,
+                    closed_cb=ended,
+                    lame_duck_mode_cb=lame_duck,
+                    **credentials(settings, self.server),
+                )
+            except (nats.errors.Error, OSError):
+                raise
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise nats.errors.Error(f"it does not speak NATS ({type(error).__name__})") from None
 
         await self._call("let us connect", CONNECT_SECONDS, connect())
 
@@ -229,9 +240,11 @@ async def _connect_any(loop: asyncio.AbstractEventLoop, settings: Settings, name
         bus = Bus(loop, server)
         try:
             await bus._connect(settings, name)
-        except DependencyDown as down:
-            reasons.append(down.reason)
+        except BaseException as failure:
             await bus._close()
+            if not isinstance(failure, DependencyDown):
+                raise
+            reasons.append(failure.reason)
         else:
             return bus
     raise DependencyDown(Dependency.NATS, "; ".join(reasons))

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import cast
+from urllib.parse import quote
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
@@ -85,8 +86,9 @@ def _render_json(_: WrappedLogger, __: str, record: EventDict) -> str:
 
 
 def _forms(secret: str) -> tuple[str, ...]:
-    """How a secret may be written inside another text: plain, or quoted by Python or JSON."""
-    return secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]
+    """How a secret may be written inside another text: plain, or quoted by Python, by JSON or for a URL."""
+    quoted = repr(secret)[1:-1], json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]
+    return secret, *quoted, quote(secret, safe="", errors="surrogatepass")
 
 
 class _Redactor:

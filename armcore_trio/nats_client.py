@@ -37,13 +37,12 @@ class NatsClient(Client):
             raise nats.errors.Error("the server does not require TLS, and tls:// was asked for")
         await super()._process_info(info, initial_connection)
 
-    @staticmethod
-    def _parse_header_lines(raw: bytes) -> dict[str, str]:
-        """The one header we read, in any case and number."""
-        pairs = (line.partition(b":") for line in raw.split(b"\r\n"))
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        """The one header we read, in any case and number. Whatever raised here would end the reader and leave us deaf."""
+        pairs = (line.partition(b":") for line in (headers or b"").split(b"\r\n"))
         values = [value.strip() for name, _, value in pairs if name.strip().lower() == b"nats-msg-id" and value.strip()]
         if not values:
-            return {}
+            return None
         msg_id = values[0].decode("utf-8", "replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
         return {MSG_ID: msg_id} | ({CONFLICT: ""} if len(set(values)) > 1 else {})
 
@@ -95,4 +94,4 @@ def explain(error: Exception | None) -> str:
     """The cause in a line. nats-py wraps what it was told in its own prefix."""
     if error is None or isinstance(error, nats.errors.UnexpectedEOF):
         return "the server closed the connection"
-    return " ".join(str(error).removeprefix("nats: ").split()).strip("'\"") or type(error).__name__
+    return " ".join(str(error).removeprefix("nats: ").split()).strip("'") or type(error).__name__

@@ -174,11 +174,11 @@ class Application:
 def decide(
     batch: Sequence[Pending], jobs: Mapping[UUID, Job], registered: Set[ObjectKey], raw_bucket: str
 ) -> tuple[list[Verdict], list[Change]]:
-    """What each message does, in order, to jobs and registered keys as the messages before it left them. Pure.
+    """What each message does, in order, to the jobs as the messages before it left them. Pure.
 
     Returns a verdict for each message and one change for each job that changes.
     """
-    now, known = dict(jobs), set(registered)
+    now = dict(jobs)
     changes: dict[UUID, Change] = {}
     verdicts = []
     for pending in batch:
@@ -186,12 +186,11 @@ def decide(
         if isinstance(content, Invalid):
             verdicts.append(Verdict(Outcome.INVALID, content.reason))
             continue
-        verdict = receive(now.get(content.job_id), content, pending.received.msg_id, raw_bucket=raw_bucket, registered=known)
+        verdict = receive(now.get(content.job_id), content, pending.received.msg_id, raw_bucket=raw_bucket, registered=registered)
         verdicts.append(verdict)
         if change := verdict.change:
             job_id = change.job.id
             now[job_id] = change.after()
-            known.update(content.object_keys(raw_bucket) if not change.acked else ())
             changes[job_id] = changes[job_id].then(change) if job_id in changes else change
     return verdicts, list(changes.values())
 

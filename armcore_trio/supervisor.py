@@ -165,6 +165,7 @@ class Supervisor:
         child.stop.request()
         with trio.move_on_after(seconds):
             await child.ended.wait()
+        if child.ended.is_set():
             return True
         child.scope.cancel()
         with trio.CancelScope(shield=True):
