@@ -54,12 +54,11 @@ def migrate(sql: bool, revision: str | None) -> None:
     """Bring the database schema up to date. Several at once do no harm."""
     from armcore_trio import migrate as migrations
 
-    target = revision or SCHEMA_VERSION
     if sql:
-        click.echo(migrations.script(target))
+        click.echo(migrations.script(revision or SCHEMA_VERSION))
         return
-    before = _reaching(lambda: migrations.migrate(_dsn(_settings()), target))
-    click.echo(f"schema: {before or 'none'} -> {target}")
+    before = _reaching(lambda: migrations.migrate(_dsn(_settings()), revision))
+    click.echo(f"schema: {before or 'none'} -> {revision or max(before, SCHEMA_VERSION)}")
 
 
 @main.command()

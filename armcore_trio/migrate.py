@@ -5,7 +5,6 @@ Importing Alembic costs a third of a second, so only those who migrate import th
 
 import io
 import time
-from collections.abc import Callable
 
 import alembic.command
 import psycopg
@@ -25,8 +24,10 @@ _ADVISORY_LOCK = 4_201_370_114  # any number of our own; it serialises instances
 _LOCKED = frozenset({"55P03", "40P01"})
 
 
-def migrate(dsn: str, revision: str = SCHEMA_VERSION, log: logs.Log | None = None) -> str:
+def migrate(dsn: str, revision: str | None = None, log: logs.Log | None = None) -> str:
     """Bring the schema to a revision, up or down; returns the one it had (`""` for none). Blocking: run it in a thread.
+
+    Without a revision it goes up to the one this version needs, and leaves a newer one as it is.
 
     Waits for locks in short attempts, each said in the log, so that it never queues other work behind itself for long;
     raises `DependencyDown` after `LOCK_SECONDS` of them, or at once if the database is away or unwilling.
@@ -44,7 +45,7 @@ def migrate(dsn: str, revision: str = SCHEMA_VERSION, log: logs.Log | None = Non
             log.warning("migrate.waiting_for_lock", error=reason)
 
 
-def _attempt(dsn: str, revision: str) -> str:
+def _attempt(dsn: str, revision: str | None) -> str:
     engine = create_engine("postgresql+psycopg://", creator=lambda: _connect(dsn), poolclass=NullPool)
     with engine.begin() as connection:
         connection.execute(text(f"SET lock_timeout = '{LOCK_ATTEMPT_SECONDS}s'; SET search_path = public"))
@@ -52,12 +53,13 @@ def _attempt(dsn: str, revision: str) -> str:
         before = _current(connection)
         config = _config()
         config.attributes["connection"] = connection
-        _direction(before, revision)(config, revision)
+        if revision is None:
+            revision = max(before, SCHEMA_VERSION)
+        if revision == "base" or revision < before:
+            alembic.command.downgrade(config, revision)
+        elif revision > before:
+            alembic.command.upgrade(config, revision)
         return before
-
-
-def _direction(before: str, revision: str) -> Callable[[Config, str], None]:
-    return alembic.command.downgrade if revision == "base" or revision < before else alembic.command.upgrade
 
 
 def _connect(dsn: str) -> psycopg.Connection:

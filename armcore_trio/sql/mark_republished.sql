@@ -1,8 +1,13 @@
--- The server has confirmed these repeats (R3). Whatever else stands in metrics is left alone.
-UPDATE recognition_job
+-- The server has confirmed these repeats (R3). Whatever else stands in metrics is left alone. As in mark_published.sql, the
+-- expected status comes as a column.
+WITH sent AS MATERIALIZED (
+    SELECT id, republish_count, 'published' AS expected
+    FROM unnest(%(ids)s::uuid[], %(republish_counts)s::integer[]) AS sent (id, republish_count)
+)
+UPDATE recognition_job AS job
 SET published_at = now(),
-    reply_deadline = coalesce(reply_deadline, now() + %(reply_timeout)s * interval '1 second'),
-    metrics = CASE jsonb_typeof(metrics) WHEN 'object' THEN metrics ELSE '{}' END
+    reply_deadline = coalesce(job.reply_deadline, now() + %(reply_timeout)s * interval '1 second'),
+    metrics = CASE jsonb_typeof(job.metrics) WHEN 'object' THEN job.metrics ELSE '{}' END
               || jsonb_build_object('republish_count', sent.republish_count)
-FROM unnest(%(ids)s::uuid[], %(republish_counts)s::integer[]) AS sent (sent_id, republish_count)
-WHERE id = sent.sent_id AND status = 'published'
+FROM sent
+WHERE job.id = ANY (%(ids)s::uuid[]) AND job.id = sent.id AND job.status = sent.expected
