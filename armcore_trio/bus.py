@@ -207,6 +207,7 @@ class Bus:
                 raise nats.errors.Error(f"it does not speak NATS ({type(error).__name__})") from None
 
         await self._call("let us connect", CONNECT_SECONDS, connect())
+        self._client.when_deaf(self._end)
 
     async def _close(self) -> None:
         with suppress(DependencyDown), trio.move_on_after(_CLOSE_SECONDS, shield=True):

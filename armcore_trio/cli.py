@@ -6,6 +6,7 @@ supervisor gave up; 78 settings.
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TextIO, TypeVar
@@ -15,7 +16,7 @@ import click
 import trio
 
 from armcore_trio import __version__, logs
-from armcore_trio.errors import DependencyDown, SchemaOutdated, SettingsError, describe
+from armcore_trio.errors import DependencyDown, SchemaOutdated, SettingsError, WriteRefused, describe
 from armcore_trio.settings import DSN, Settings, load
 from armcore_trio.store import SCHEMA_VERSION, Store
 from armcore_trio.values import LogFormat
@@ -44,7 +45,10 @@ def run(migrate: bool) -> None:
 
     settings = _settings(log=True)
     logs.configure(settings.log_format, debug=settings.debug, secrets=settings.secrets)
-    sys.exit(trio.run(lambda: daemon.run(settings, migrate=migrate), strict_exception_groups=True))
+    exit_code = trio.run(lambda: daemon.run(settings, migrate=migrate))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # what there was to stop has stopped; the exit code is decided
+    sys.exit(exit_code)
 
 
 @main.command()
@@ -86,7 +90,7 @@ def probe() -> None:
     """Ask the daemon's /healthcheck: exit 0 if it says ok, 1 if not."""
     from armcore_trio.probe import ask
 
-    healthy, text = ask(_settings().health_bind)
+    healthy, text = ask(_settings(database=False).health_bind)
     click.echo(text)
     sys.exit(0 if healthy else REFUSED)
 
@@ -149,7 +153,7 @@ def simulate(pipelines: tuple[str, ...], delay_seconds: float) -> None:
     """Be a recognition service that answers by what the file's name says (needs_check, error, silent, anything else is done)."""
     from armcore_trio import simulator
 
-    settings = _settings()
+    settings = _settings(database=False)
     logs.configure(settings.log_format, debug=settings.debug, secrets=settings.secrets)
     _reaching(lambda: trio.run(simulator.run, settings, pipelines or ("tabular", "image"), delay_seconds))
 
@@ -181,9 +185,9 @@ def demo(jobs: int) -> None:
     sys.exit(demonstrate(jobs))
 
 
-def _settings(*, log: bool = False) -> Settings:
+def _settings(*, log: bool = False, database: bool = True) -> Settings:
     try:
-        return load(os.environ)
+        return load(os.environ, database=database)
     except SettingsError as error:
         if log:
             logs.configure(LogFormat.JSON, debug=False, secrets=[])
@@ -213,3 +217,6 @@ def _reaching(work: Callable[[], T]) -> T:
     except* (DependencyDown, SchemaOutdated) as group:
         click.echo(describe(group), err=True)
         sys.exit(UNAVAILABLE)
+    except* WriteRefused as group:
+        click.echo(describe(group), err=True)
+        sys.exit(REFUSED)

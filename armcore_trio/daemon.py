@@ -46,6 +46,7 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
             nursery.start_soon(_hurry, signals, signal_name, hurried, nursery.cancel_scope)
             await Shutdown(supervisor, status, inbox, settings.shutdown_grace_seconds).run(signal_name)
             nursery.cancel_scope.cancel()
+        await _forget(signals)
         exit_code = 128 + hurried[0] if hurried else _exit_code(supervisor.failure)
         log_complete(status, seconds=trio.current_time() - started, exit_code=exit_code)
     return exit_code
@@ -112,6 +113,13 @@ async def _hurry(signals: AsyncIterator[int], signal_name: str | None, hurried: 
     hurried.append(await anext(signals))
     logs.get().warning("shutdown.hurried", signal=signal.Signals(hurried[0]).name)
     scope.cancel()
+
+
+async def _forget(signals: AsyncIterator[int]) -> None:
+    """Take the signals nobody has read: Trio would raise them again once it stops receiving."""
+    with trio.move_on_after(0):
+        async for _ in signals:
+            pass
 
 
 def _exit_code(failure: BaseException | None) -> int:

@@ -104,6 +104,7 @@ async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
     """
     async with bounded("connect", float("inf")):
         connection = await _connect_any(conninfo.conninfo_to_dict(dsn, application_name=application))
+    connection.prepare_threshold = None  # a pooler may not keep prepared statements, and ours are run once a batch
     try:
         async with bounded("the session's settings", CONNECT_SECONDS):
             await connection.set_autocommit(True)

@@ -7,6 +7,7 @@ It leans on the client's internals, so the version is pinned to one minor series
 import asyncio
 import base64
 import ssl
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import nats.errors
@@ -63,6 +64,11 @@ class NatsClient(Client):
         await self._send_unsubscribe(subscription._id)
         await self.confirm()
         await subscription._pending_queue.join()
+
+    def when_deaf(self, call: Callable[[], None]) -> None:
+        """Have this called when nothing is read any more, for whatever reason: the client itself might not notice."""
+        assert self._reading_task is not None, "connect first"
+        self._reading_task.add_done_callback(lambda _: call())
 
     def abort(self) -> None:
         """Drop the connection without waiting for a peer that may be frozen."""

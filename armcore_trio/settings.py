@@ -101,8 +101,11 @@ class Settings:
         return [secret.reveal() for secret in (self.nats_seed, self.nats_jwt, *urls) if secret] + database
 
 
-def load(environment: Mapping[str, str]) -> Settings:
-    """The settings in an environment. Raises `SettingsError` naming every variable at fault, without its value."""
+def load(environment: Mapping[str, str], *, database: bool = True) -> Settings:
+    """The settings in an environment. Raises `SettingsError` naming every variable at fault, without its value.
+
+    `database` tells whether the DSN will be needed.
+    """
     given = {name: text for name, env in _ENV.items() if (text := environment.get(env, "").strip())}
     problems: dict[str, str] = {}
     try:
@@ -116,6 +119,8 @@ def load(environment: Mapping[str, str]) -> Settings:
         conflicts = [(key, problem) for key, problem, cause in _conflicts(settings) if cause not in problems]
     except Exception as fault:  # noqa: BLE001 - whatever it is, its text may hold a credential
         conflicts = [(JWT, f"cannot be checked ({type(fault).__name__})")]
+    if database and settings.nats_enabled and settings.postgres_dsn is None and "NATS_ENABLED" not in problems:
+        problems.setdefault(DSN, "is required while NATS_ENABLED is true")
     for key, problem in conflicts:
         problems.setdefault(key, problem)
     if problems:
@@ -132,8 +137,6 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
             yield key, f"is the same subject as {other}", other
         subjects.setdefault(chosen, key)
     held, issued = settings.nats_seed, settings.nats_jwt
-    if settings.nats_enabled and settings.postgres_dsn is None:
-        yield DSN, "is required while NATS_ENABLED is true", "NATS_ENABLED"
     if issued and not held:
         yield JWT, f"is of no use without {SEED}", SEED
     if issued and held and jwt_subject(issued.reveal()) != public_key(held.reveal()):

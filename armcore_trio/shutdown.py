@@ -50,7 +50,7 @@ class Shutdown:
         for pending in self.inbox.front(len(self.inbox)):
             abandon(pending, self.status.tasks["subscriber.apply"], "the stop came before it could be applied")
         self.inbox.drop(len(self.inbox))
-        await self._step("health", self._stop_all, ["health"], started + self.grace_seconds)
+        await self._step("health", self._stop_all, ["health"], trio.current_time() + _HEALTH_SECONDS)
 
     async def _step(self, name: str, action: Callable[..., Awaitable[bool]], *args: object) -> None:
         started = trio.current_time()
