@@ -62,8 +62,11 @@ def review(lines: Iterable[str]) -> Review:
     if not runs:
         result.problems.append("there is no daemon.started in this log")
     for number, run in enumerate(runs, 1):
-        result.story += _tell(run, number)
-        result.problems += [f"run {number}: {problem}" for problem in _problems(run)]
+        try:
+            result.story += _tell(run, number)
+            result.problems += [f"run {number}: {problem}" for problem in _problems(run)]
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            result.problems.append(f"run {number}: a record is not as this version writes it ({type(error).__name__})")
     return result
 
 

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from armcore_trio import settings as settings_module
 from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.migrate import migrate
 from armcore_trio.settings import Settings
 from tests.support.clock import FrozenClock
 from tests.support.daemon import DaemonProcess
@@ -17,12 +18,12 @@ from tests.support.proxy import Proxy
 from tests.support.records import Records
 from tests.support.servers import (
     IMAGE_SUBJECT,
-    POSTGRES,
     RESULT_SUBJECT,
     TABULAR_SUBJECT,
     fresh_database,
     migrated_template,
     new_environment,
+    start_postgres,
 )
 from tests.support.service import ServiceClient
 
@@ -38,7 +39,7 @@ StartDaemon = Callable[..., DaemonProcess]
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
     """The PostgreSQL all tests share; it holds a migrated database to copy from. Not to be stopped or frozen."""
-    with Postgres(settings=POSTGRES) as server:
+    with start_postgres() as server:
         migrated_template(server)
         yield server
 
@@ -53,9 +54,7 @@ def nats_server() -> Iterator[Nats]:
 @pytest.fixture
 def own_postgres() -> Iterator[Postgres]:
     """A PostgreSQL for this test alone, its database `postgres` migrated: to kill, freeze and restart."""
-    with Postgres(settings=POSTGRES) as server:
-        from armcore_trio.migrate import migrate
-
+    with start_postgres() as server:
         migrate(server.dsn())
         yield server
 

@@ -19,11 +19,12 @@ from armcore_trio.embedded import Nats, Postgres
 from armcore_trio.inbox import Inbox
 from armcore_trio.migrate import migrate
 from armcore_trio.publisher import Publisher
-from armcore_trio.settings import DSN, URL, LogFormat, Settings, load
+from armcore_trio.settings import DSN, URL, Settings, load
 from armcore_trio.status import TaskStatus
 from armcore_trio.store import Store
 from armcore_trio.subscriber import Application
 from armcore_trio.supervisor import Stop
+from armcore_trio.values import LogFormat
 from tests.bench import ceilings
 from tests.bench.workload import Row, answers, clear, insert_jobs
 

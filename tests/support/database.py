@@ -182,6 +182,10 @@ class Database:
         """A row of `s3_object`."""
         return self.rows("s3_object", "id = %s", object_id)[0]
 
+    def is_locked(self, job: JobIds) -> bool:
+        """Whether somebody holds the job's row."""
+        return not self.execute("SELECT 1 AS free FROM recognition_job WHERE id = %s FOR UPDATE SKIP LOCKED", job.id)
+
     def lock_waiters(self) -> int:
         """How many sessions of this database wait for a lock."""
         waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"

@@ -10,8 +10,10 @@ from uuid import UUID
 from tests.support import envelopes
 from tests.support.database import JobIds
 from tests.support.service import Heard, ServiceClient
+from tests.support.waiting import wait_until
 
-Responder = Callable[[ServiceClient, Heard], None]
+OpenService = Callable[..., ServiceClient]
+"""The fixture `open_service`."""
 
 
 def job_of(request: Heard) -> JobIds:
@@ -44,6 +46,11 @@ def send_burst(client: ServiceClient, jobs: Iterable[JobIds], *, share_asking: f
             asking.append(job)
         send_done(client, job, ask=job in asking[-1:])
     return asking
+
+
+def wait_busy(client: ServiceClient) -> None:
+    """Wait until the first message has reached the service: the exchange is in the midst of its work."""
+    wait_until(lambda: client._heard, what="a first message")
 
 
 def reply_of(client: ServiceClient, job: JobIds) -> str:

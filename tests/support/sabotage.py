@@ -1,4 +1,4 @@
-"""What must hold of job, file and fact together at any moment, whatever was killed meanwhile."""
+"""What fault tests do to a database, and what must hold of job, file and fact together at any moment meanwhile."""
 
 from tests.support.database import Database
 
@@ -54,3 +54,15 @@ def commit_to_disk(db: Database) -> None:
     """From now on a commit outlives a kill of the server; the tests' servers do without that otherwise."""
     db.execute(f"ALTER DATABASE {db.value('SELECT current_database()')} SET synchronous_commit = on")
     db.close()
+
+
+def backends(db: Database, task: str = "%") -> list[int]:
+    """The server processes that serve the daemon, or one task of it."""
+    query = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE %s AND backend_type = 'client backend'"
+    return [row["pid"] for row in db.execute(query, f"armcore-trio {task}")]
+
+
+def terminate_backends(db: Database, task: str = "%") -> None:
+    """End these connections as an administrator does; returns when they are gone."""
+    for pid in backends(db, task):
+        db.execute("SELECT pg_terminate_backend(%s, 5000)", pid)
