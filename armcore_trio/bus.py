@@ -112,6 +112,10 @@ class Bus:
 
         await self._permitted("confirm the subscription", join())
 
+    async def hear(self) -> None:
+        """Return once everything the server had for us by now has been delivered."""
+        await self._call("answer a ping", ANSWER_SECONDS, self._client.hear(self._groups))
+
     async def drain(self) -> None:
         """Leave the queue groups; on return all that the server had for us has been delivered."""
         while self._groups:

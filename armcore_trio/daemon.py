@@ -63,8 +63,8 @@ def _start_children(supervisor: Supervisor, settings: Settings, status: Status, 
     children: dict[str, Intake | Application | Publisher | Watchdog] = {
         "subscriber.intake": Intake(settings, inbox, intake_status),
         "subscriber.apply": Application(settings, store, inbox, status.add("subscriber.apply", {Dependency.DATABASE})),
-        "publisher": Publisher(settings, store, status.add("publisher", Dependency), intake_status),
-        "watchdog": Watchdog(settings, store, status.add("watchdog", {Dependency.DATABASE})),
+        "publisher": Publisher(settings, store, status.add("publisher", Dependency), intake_status, inbox),
+        "watchdog": Watchdog(settings, store, status.add("watchdog", {Dependency.DATABASE}), inbox),
     }
     for name, child in children.items():
         supervisor.start(ChildSpec(name, child.run, heartbeat_seconds=child.heartbeat_seconds), child.status)

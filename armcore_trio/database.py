@@ -23,6 +23,7 @@ RV = TypeVar("RV")
 CONNECT_SECONDS = 5.0
 QUERY_SECONDS = 10.0
 """The longest a unit of work may take before the database counts as down. Lock waits end a little sooner, on the server."""
+PING_SECONDS = 2.0
 _CANCEL_SECONDS = 0.5
 
 _SESSION = """
@@ -87,6 +88,14 @@ class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
         finally:
             if outermost and self.pgconn.transaction_status != pq.TransactionStatus.IDLE:
                 self.pgconn.finish()
+
+    async def rest(self, seconds: float) -> None:
+        """Wait for a notification, so long at most; then make sure that the server still answers, be the link open or not."""
+        with trio.move_on_after(seconds):
+            await self.wait_notified()
+            return
+        async with bounded("a ping", PING_SECONDS):
+            await self.execute("SELECT 1")
 
     async def wait_notified(self) -> None:
         """Wait for a notification. `DependencyDown` as soon as the connection dies, so this also watches an idle one."""

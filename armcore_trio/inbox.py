@@ -6,16 +6,18 @@ database that restarts and a NATS that drops cost nothing that had arrived. Boun
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import islice
 
 import trio
 
 from armcore_trio.bus import Message, Received
+from armcore_trio.errors import DependencyDown
 from armcore_trio.messages import Envelope, Invalid, decode
 
 MAX_BYTES = 128 * 1024 * 1024
+CATCH_UP_SECONDS = 2.0
 
 
 class Pending:
@@ -51,6 +53,9 @@ class Inbox:
         self._busy = False
         self.answer: Answer | None = None
         """Sends answers while the intake is connected; None while it is not."""
+        self.hear: Callable[[], Awaitable[None]] | None = None
+        """Takes in what the server has for us by now, while the intake is connected; None while it is not."""
+        self._entered = self._left = 0
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -61,6 +66,7 @@ class Inbox:
         if len(self._pending) >= self._max_messages or (self._bytes + size > self._max_bytes and self._pending):
             return False
         self._pending.append(pending)
+        self._entered += 1
         self._bytes += size
         self._notify()
         return True
@@ -73,8 +79,8 @@ class Inbox:
         """Forget the oldest messages: they have been dealt with."""
         for _ in range(count):
             self._bytes -= len(self._pending.popleft().received.data)
-        if not self._pending:
-            self._notify()
+        self._left += count
+        self._notify()
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -105,6 +111,21 @@ class Inbox:
         """Return once nothing more can arrive and everything that did has been dealt with and answered."""
         while self._open or self._pending or self._busy:
             await self._changed.wait()
+
+    async def caught_up(self) -> bool:
+        """Wait, for `CATCH_UP_SECONDS` at most, until whatever had been sent to us by now has been applied.
+
+        False if that cannot be said: the intake is not connected, or the application does not keep up. Whoever is about
+        to decide that an answer never came asks this first: it may be lying here (D3.1).
+        """
+        with trio.move_on_after(CATCH_UP_SECONDS), suppress(DependencyDown):
+            if self.hear is not None:
+                await self.hear()
+                entered = self._entered
+                while self._left < entered:
+                    await self._changed.wait()
+                return True
+        return False
 
     def _notify(self) -> None:
         self._changed.set()

@@ -7,7 +7,7 @@ It leans on the client's internals, so the version is pinned to one minor series
 import asyncio
 import base64
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import nats.errors
@@ -59,11 +59,16 @@ class NatsClient(Client):
         await self._flush_pending()
         await asyncio.shield(pong)
 
+    async def hear(self, subscriptions: Iterable["Subscription"]) -> None:
+        """Return once all that the server had sent on these by now has been handed over."""
+        await self.confirm()
+        for subscription in subscriptions:
+            await subscription._pending_queue.join()
+
     async def leave(self, subscription: "Subscription") -> None:
         """End a subscription without losing what is under way, as `drain()` can: its PING overtakes its own UNSUB."""
         await self._send_unsubscribe(subscription._id)
-        await self.confirm()
-        await subscription._pending_queue.join()
+        await self.hear([subscription])
 
     def when_deaf(self, call: Callable[[], None]) -> None:
         """Have this called when nothing is read any more, for whatever reason: the client itself might not notice."""

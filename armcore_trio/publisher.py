@@ -16,6 +16,7 @@ from armcore_trio import logs, store
 from armcore_trio.bus import ANSWER_SECONDS, Bus, Message, open_bus
 from armcore_trio.database import QUERY_SECONDS, Connection, bounded
 from armcore_trio.errors import WriteRefused
+from armcore_trio.inbox import Inbox
 from armcore_trio.lifecycle import Change, Event, Job, Status, UnackedAction, advance, decide_unacked
 from armcore_trio.messages import RequestInvalid, Source, build_request
 from armcore_trio.passes import run_pass
@@ -40,12 +41,13 @@ class _Built:
 
 @frozen
 class Publisher:
-    """Publishes from `store` to NATS. `intake` tells whether acks can reach this instance at all (D3.1)."""
+    """Publishes from `store` to NATS. `intake` and `inbox` tell whether an ack that was sent has been applied (D3.1)."""
 
     settings: Settings
     store: Store
     status: TaskStatus
     intake: TaskStatus
+    inbox: Inbox
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -59,17 +61,23 @@ class Publisher:
             task_status.started()
             while not stop.requested:
                 await self.run_once(connection, bus, stop)
-                with stop.interrupts(), trio.move_on_after(self.settings.outbox_poll_seconds):
-                    await connection.wait_notified()
+                with stop.interrupts():
+                    await connection.rest(self.settings.outbox_poll_seconds)
 
     async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> None:
         """Publish every queued job there is, then see to the unacknowledged ones."""
         batch_size = self.settings.outbox_batch_size
         publish = partial(self._publish_batch, connection, bus)
         await run_pass(publish, batch_size=batch_size, stop=stop, refused=self._log_refusal)
-        if self.intake.running_seconds() is not None:
+        if await self._any_unacked(connection):
             repeat = partial(self._repeat_batch, connection, bus)
             await run_pass(repeat, batch_size=batch_size, stop=stop, refused=self._log_refusal)
+
+    async def _any_unacked(self, connection: Connection) -> bool:
+        if self.intake.running_seconds() is None:
+            return False
+        async with bounded("a look for missing acks"):
+            return await store.any_unacked(connection, ack_timeout_seconds=self.settings.ack_timeout_seconds)
 
     async def _publish_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
         reply_timeout_seconds = self.settings.reply_timeout_seconds
@@ -86,12 +94,14 @@ class Publisher:
         self._report("outbox.published", "published", built)
 
     async def _repeat_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
-        settings = self.settings
+        settings, asked = self.settings, trio.current_time()
+        if not await self.inbox.caught_up():
+            return
         async with self._accounted() as taken, bounded("a republishing pass", _PASS_SECONDS), connection.transaction():
             sources = await store.claim_unacked(
                 connection,
                 limit=limit,
-                ack_timeout_seconds=settings.ack_timeout_seconds,
+                ack_timeout_seconds=settings.ack_timeout_seconds + trio.current_time() - asked,
                 reply_timeout_seconds=settings.reply_timeout_seconds,
                 skip=skip,
             )

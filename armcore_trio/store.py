@@ -30,6 +30,7 @@ def _load(name: LiteralString) -> LiteralString:
 
 _CLAIM_QUEUED = _load("claim_queued")
 _CLAIM_UNACKED = _load("claim_unacked")
+_ANY_UNACKED = _load("any_unacked")
 _CLAIM_EXPIRED = _load("claim_expired")
 _MARK_PUBLISHED = _load("mark_published")
 _MARK_REPUBLISHED = _load("mark_republished")
@@ -116,6 +117,12 @@ async def claim_unacked(
     }
     cursor = await connection.execute(_CLAIM_UNACKED, params)
     return [Source(*row) for row in await cursor.fetchall()]
+
+
+async def any_unacked(connection: Connection, *, ack_timeout_seconds: float) -> bool:
+    """Whether `claim_unacked` has something to look at. Locks nothing."""
+    cursor = await connection.execute(_ANY_UNACKED, {"ack_timeout": ack_timeout_seconds})
+    return bool((await cursor.fetchall())[0][0])
 
 
 async def claim_expired(connection: Connection, *, limit: int, skip: Collection[UUID]) -> list[Job]:

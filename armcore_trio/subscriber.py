@@ -49,7 +49,7 @@ class Intake:
             try:
                 with self.inbox.receiving():
                     await bus.subscribe(self.settings.result_subject, QUEUE_GROUP, self._take)
-                    self.inbox.answer = bus.publish_batch
+                    self.inbox.answer, self.inbox.hear = bus.publish_batch, bus.hear
                     task_status.started()
                     while not stop.requested:
                         self.status.beat()
@@ -58,7 +58,7 @@ class Intake:
                     await bus.drain()
                 await self.inbox.wait_settled()
             finally:
-                self.inbox.answer = None
+                self.inbox.answer = self.inbox.hear = None
 
     def _take(self, received: Received) -> None:
         pending = Pending(received, self.settings.inbox_max_bytes)
@@ -92,14 +92,19 @@ class Application:
                     await self.apply(connection, batch)
                 else:
                     self.status.beat()
-                    with stop.interrupts(), trio.move_on_after(_IDLE_SECONDS):
+                    with stop.interrupts():
                         await self._wait_filled(connection)
 
     async def _wait_filled(self, connection: Connection) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(connection.wait_notified)
+            nursery.start_soon(self._rest, connection, nursery.cancel_scope)
             await self.inbox.wait_filled()
             nursery.cancel_scope.cancel()
+
+    @staticmethod
+    async def _rest(connection: Connection, scope: trio.CancelScope) -> None:
+        await connection.rest(_IDLE_SECONDS)
+        scope.cancel()
 
     async def apply(self, connection: Connection, batch: Sequence[Pending]) -> None:
         """Apply the inbox's oldest messages, drop them from it, log and answer them. On an outage they all stay."""

@@ -9,6 +9,7 @@ from attrs import frozen
 from armcore_trio import logs, store
 from armcore_trio.database import QUERY_SECONDS, Connection, bounded
 from armcore_trio.errors import WriteRefused
+from armcore_trio.inbox import Inbox
 from armcore_trio.lifecycle import Event, advance
 from armcore_trio.passes import run_pass
 from armcore_trio.settings import Settings
@@ -28,6 +29,7 @@ class Watchdog:
     settings: Settings
     store: Store
     status: TaskStatus
+    inbox: Inbox
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -40,8 +42,8 @@ class Watchdog:
             task_status.started()
             while not stop.requested:
                 await self.run_once(connection, stop)
-                with stop.interrupts(), trio.move_on_after(self.settings.watchdog_period_seconds):
-                    await connection.wait_notified()
+                with stop.interrupts():
+                    await connection.rest(self.settings.watchdog_period_seconds)
 
     async def run_once(self, connection: Connection, stop: Stop) -> None:
         """End every job whose deadline has passed."""
@@ -50,6 +52,9 @@ class Watchdog:
 
     async def _expire_batch(self, connection: Connection, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
         self.status.beat()
+        await (
+            self.inbox.caught_up()
+        )  # a result that came in time may wait there; if it cannot be told, time has passed all the same
         async with bounded("a watchdog pass"), connection.transaction():
             jobs = await store.claim_expired(connection, limit=limit, skip=skip)
             if not jobs:

@@ -17,16 +17,12 @@ from armcore_trio.settings import DSN, JWT, SEED, URL
 from tests.conftest import StartDaemon
 from tests.support.credentials import user_credentials
 from tests.support.database import Database
-from tests.support.servers import IMAGE_SUBJECT, RESULT_SUBJECT, TABULAR_SUBJECT, administration
+from tests.support.servers import RESULT_SUBJECT, TABULAR_SUBJECT, administration
 from tests.support.waiting import wait_until
 
 REFUSED_SUBJECTS = {
     "a request subject": ("same.subject", {TABULAR_SUBJECT: "same.subject"}),
-    "the other request subject": ("same.subject", {IMAGE_SUBJECT: "same.subject"}),
     "a wildcard": ("files.>", {}),
-    "a star": ("files.*", {}),
-    "white space": ("files tabular", {}),
-    "an empty token": ("files..parsed", {}),
 }
 
 

@@ -93,7 +93,7 @@ def test_a_signal_at_any_moment_of_the_start_is_an_ordinary_end(environment: dic
             port = unused.getsockname()[1]
         environment = environment | {URL: f"nats://127.0.0.1:{port}"}
         environment["OPENBAO__POSTGRES__POSTGRES_DSN"] = f"host=127.0.0.1 port={port} user=core dbname=core"
-    for delay_seconds in (0, 0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85, 1):
+    for delay_seconds in (0, 0.15, 0.3, 0.4, 0.45, 0.5, 0.6, 0.75, 1):
         with DaemonProcess(environment | QUICK) as daemon:
             _early(daemon, delay_seconds, servers)
 
@@ -167,7 +167,7 @@ def test_with_both_servers_frozen_the_stop_keeps_its_grace_and_a_second_signal_i
 
 
 @pytest.mark.req("B39")
-@pytest.mark.parametrize("bind", ["localhost", "127.0.0.1:99999", "127.0.0.1:-1", ":8080", "[::1", "::1:8080", "127.0.0.1:http"])
+@pytest.mark.parametrize("bind", ["localhost", "127.0.0.1:99999", "[::1"])
 def test_a_bind_that_cannot_be_read_is_exit_78(start_daemon: StartDaemon, bind: str) -> None:
     daemon = start_daemon(HEALTH_BIND=bind)
     daemon.claim("settings.invalid")

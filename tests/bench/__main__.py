@@ -40,7 +40,7 @@ class Bench:
     async def drain(self, jobs: int) -> float:
         """Queued jobs to confirmed `published`."""
         self._prepare(jobs, "queued")
-        publisher = Publisher(self.settings, self.store, TaskStatus(), TaskStatus())
+        publisher = Publisher(self.settings, self.store, TaskStatus(), TaskStatus(), Inbox(1))
         async with self.store.open("bench") as connection, open_bus(self.settings, "bench") as bus:
             started = time.perf_counter()
             await publisher.run_once(connection, bus, Stop())

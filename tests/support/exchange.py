@@ -51,7 +51,7 @@ class Parts:
 
     @property
     def publisher(self) -> Publisher:
-        return Publisher(self.settings, self.store, self.publishing, self.receiving)
+        return Publisher(self.settings, self.store, self.publishing, self.receiving, self.inbox)
 
     @property
     def intake(self) -> Intake:
@@ -63,7 +63,7 @@ class Parts:
 
     @property
     def watchdog(self) -> Watchdog:
-        return Watchdog(self.settings, self.store, self.watching)
+        return Watchdog(self.settings, self.store, self.watching, self.inbox)
 
 
 @define
@@ -116,6 +116,8 @@ async def open_exchange(settings: Settings, *, receiving: bool = True) -> AsyncI
     async with trio.open_nursery() as nursery:
         if receiving:
             await nursery.start(parts.intake.run, parts.stop)
+        else:
+            parts.inbox.hear = trio.lowlevel.checkpoint
         parts.receiving.running()
         async with parts.store.open("test") as connection, open_bus(settings, "armcore-trio test") as bus:
             parts.publishing.running()
