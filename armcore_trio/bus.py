@@ -6,8 +6,10 @@ within `2 * PING_SECONDS` even if the peer just falls silent. The owner is then 
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
@@ -41,6 +43,11 @@ class Message:
     data: bytes
     msg_id: str | None = None
     reply: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes as the server counts them against its maximum: body and header."""
+        return len(self.data) + (len(f"NATS/1.0\r\n{MSG_ID}: {self.msg_id}\r\n\r\n".encode()) if self.msg_id else 0)
 
 
 @frozen
@@ -176,7 +183,7 @@ class Bus:
     def _connection_lost(self) -> DependencyDown:
         return DependencyDown(Dependency.NATS, f"{self.server}: {explain(self._client.last_error)}")
 
-    async def _connect(self, settings: Settings, name: str) -> None:
+    async def _connect(self, settings: Settings, name: str, address: str) -> None:
         async def ended() -> None:
             self._end()
 
@@ -192,7 +199,8 @@ class Bus:
         async def connect() -> None:
             try:
                 await self._client.connect(
-                    [f"nats://{Endpoint(self.server.host, self.server.port)}"],
+                    [f"nats://{Endpoint(address, self.server.port)}"],
+                    tls_hostname=self.server.host,
                     name=name,
                     allow_reconnect=False,
                     max_reconnect_attempts=1,
@@ -242,17 +250,35 @@ async def open_bus(settings: Settings, name: str) -> AsyncIterator[Bus]:
 async def _connect_any(loop: asyncio.AbstractEventLoop, settings: Settings, name: str) -> Bus:
     reasons = []
     for server in settings.nats_url:
-        bus = Bus(loop, server)
         try:
-            await bus._connect(settings, name)
-        except BaseException as failure:
-            await bus._close()
-            if not isinstance(failure, DependencyDown):
-                raise
-            reasons.append(failure.reason)
-        else:
-            return bus
+            address = await _resolve(server)
+            return await _connect_to(Bus(loop, server), settings, name, address)
+        except DependencyDown as down:
+            reasons.append(down.reason)
     raise DependencyDown(Dependency.NATS, "; ".join(reasons))
+
+
+async def _connect_to(bus: Bus, settings: Settings, name: str, address: str) -> Bus:
+    try:
+        await bus._connect(settings, name, address)
+    except BaseException:
+        await bus._close()
+        raise
+    return bus
+
+
+async def _resolve(server: NatsServer) -> str:
+    """The server's address. Not left to the client, whose thread could not be abandoned if the name server is silent."""
+    look_up = partial(socket.getaddrinfo, server.host, server.port, type=socket.SOCK_STREAM)
+    try:
+        with trio.fail_after(CONNECT_SECONDS):
+            found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True)
+    except trio.TooSlowError:
+        reason = f"no answer from the name server within {CONNECT_SECONDS:g} s"
+        raise DependencyDown(Dependency.NATS, f"{server}: {reason}") from None
+    except (OSError, UnicodeError) as error:
+        raise DependencyDown(Dependency.NATS, f"{server}: its name cannot be resolved: {error}") from None
+    return str(found[0][4][0])
 
 
 def _leave_to_watch(_: asyncio.AbstractEventLoop, __: dict[str, Any]) -> None:

@@ -26,6 +26,8 @@ def _shown(value: object) -> str:
 
 async def connect(settings: Settings) -> dict[str, str | None]:
     """Each server, with what is wrong with it or None."""
+    if not settings.nats_enabled:
+        return {}
     return {"nats": await _try_nats(settings), "database": await _try_database(settings)}
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TextIO, TypeVar
+from typing import TextIO, TypeVar, cast
 from uuid import UUID
 
 import click
@@ -58,6 +58,8 @@ def migrate(sql: bool, revision: str | None) -> None:
     """Bring the database schema up to date. Several at once do no harm."""
     from armcore_trio import migrate as migrations
 
+    if revision not in {None, "base", *migrations.revisions()}:
+        raise click.UsageError(f"there is no revision {revision}; there are {', '.join(migrations.revisions())}")
     if sql:
         click.echo(migrations.script(revision or SCHEMA_VERSION))
         return
@@ -86,11 +88,12 @@ def check(connect: bool, as_json: bool) -> None:
 
 
 @main.command()
-def probe() -> None:
+@click.option("--live", is_flag=True, help="Ask /livez: whether a restart would help, whatever the servers do.")
+def probe(live: bool) -> None:
     """Ask the daemon's /healthcheck: exit 0 if it says ok, 1 if not."""
     from armcore_trio.probe import ask
 
-    healthy, text = ask(_settings(database=False).health_bind)
+    healthy, text = ask(_settings(database=False).health_bind, live=live)
     click.echo(text)
     sys.exit(0 if healthy else REFUSED)
 
@@ -212,11 +215,14 @@ def _with_store(work: Callable[[Store], Awaitable[T]]) -> T:
 
 def _reaching(work: Callable[[], T]) -> T:
     """Run a one-off command's work; a server that is away or outdated ends it with one line."""
+    code, told, result = UNAVAILABLE, "", None
     try:
-        return work()
+        result = work()
     except* (DependencyDown, SchemaOutdated) as group:
-        click.echo(describe(group), err=True)
-        sys.exit(UNAVAILABLE)
+        told = describe(group)
     except* WriteRefused as group:
-        click.echo(describe(group), err=True)
-        sys.exit(REFUSED)
+        code, told = REFUSED, describe(group)
+    if not told:
+        return cast("T", result)
+    click.echo(told, err=True)
+    sys.exit(code)

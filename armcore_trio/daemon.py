@@ -15,7 +15,7 @@ from armcore_trio.health import DatabaseProbe, HealthServer
 from armcore_trio.inbox import Inbox
 from armcore_trio.publisher import Publisher
 from armcore_trio.settings import Settings
-from armcore_trio.shutdown import Shutdown, log_complete
+from armcore_trio.shutdown import Shutdown, abandon_rest, log_complete
 from armcore_trio.status import Status
 from armcore_trio.store import SCHEMA_VERSION, Store
 from armcore_trio.subscriber import Application, Intake
@@ -48,6 +48,7 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
             nursery.cancel_scope.cancel()
         await _forget(signals)
         exit_code = 128 + hurried[0] if hurried else _exit_code(supervisor.failure)
+        abandon_rest(inbox, status)  # a second signal may have cut the stop short
         log_complete(status, seconds=trio.current_time() - started, exit_code=exit_code)
     return exit_code
 

@@ -16,7 +16,7 @@ from psycopg import conninfo, pq
 from psycopg.abc import PQGen, PQGenConn
 from psycopg.waiting import Ready, Wait
 
-from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
+from armcore_trio.errors import Dependency, DependencyDown, RowsLocked, WriteRefused
 
 RV = TypeVar("RV")
 
@@ -27,7 +27,7 @@ PING_SECONDS = 2.0
 _CANCEL_SECONDS = 0.5
 
 _SESSION = """
-SELECT set_config('lock_timeout', '8s', false), set_config('idle_in_transaction_session_timeout', '30s', false)
+SELECT set_config('lock_timeout', '4s', false), set_config('idle_in_transaction_session_timeout', '30s', false)
 """
 
 # SQLSTATE classes that say nothing about the data, only that the server cannot or will not work now: connection, stale
@@ -35,16 +35,23 @@ SELECT set_config('lock_timeout', '8s', false), set_config('idle_in_transaction_
 # object (locks), intervention, system, snapshot too old, configuration, internal. Whatever else a trigger may raise refuses.
 _OUTAGE_CLASSES = frozenset({"08", "0A", "25", "26", "28", "3D", "40", "53", "55", "57", "58", "72", "F0", "XX"})
 # Class 42 is a statement that does not fit the schema, a defect of ours, save these: no right, no table.
+_LOCK_NOT_AVAILABLE = "55P03"
 _UNWILLING = frozenset({"42501", "42P01"})
 
 
-def check_dsn(dsn: str) -> str | None:
-    """The password inside a connection string, if any. Raises `ValueError` (without its text) if libpq cannot read it."""
+def check_dsn(dsn: str) -> list[str]:
+    """The passwords inside a connection string. Raises `ValueError` (without its text) if it cannot be meant.
+
+    An unescaped `@` or `/` in a password makes libpq take the rest of it for a host or a port, and say so aloud.
+    """
     try:
-        password = conninfo.conninfo_to_dict(dsn).get("password")
+        params = conninfo.conninfo_to_dict(dsn)
     except psycopg.Error:
         raise ValueError("is not a PostgreSQL connection string") from None
-    return None if password is None else str(password)
+    hosts, ports = (str(params.get(name) or "").split(",") for name in ("host", "port"))
+    if any("@" in host[1:] for host in hosts) or not all(port == "" or port.isdecimal() for port in ports):
+        raise ValueError("has a host or port that cannot be one: is a sign in the password not percent-encoded?")
+    return [str(params[name]) for name in ("password", "sslpassword") if params.get(name)]
 
 
 class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
@@ -112,7 +119,7 @@ async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
     the connection at once, without a word to the server.
     """
     async with bounded("connect", float("inf")):
-        connection = await _connect_any(conninfo.conninfo_to_dict(dsn, application_name=application))
+        connection = await _connect_any(conninfo.conninfo_to_dict(dsn, application_name=application, client_encoding="UTF8"))
     connection.prepare_threshold = None  # a pooler may not keep prepared statements, and ours are run once a batch
     try:
         async with bounded("the session's settings", CONNECT_SECONDS):
@@ -164,9 +171,11 @@ def _translate(error: psycopg.Error) -> Exception:
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             return DependencyDown(Dependency.DATABASE, reason)
         return WriteRefused(None, reason) if isinstance(error, psycopg.DataError) else error
+    if state == _LOCK_NOT_AVAILABLE:
+        return RowsLocked(Dependency.DATABASE, f"{reason} ({state})")
     if state[:2] in _OUTAGE_CLASSES or state in _UNWILLING:
         return DependencyDown(Dependency.DATABASE, f"{reason} ({state})")
-    return error if state[:2] == "42" else WriteRefused(state, reason)
+    return error if state[:2] == "42" else WriteRefused(state, reason, error.diag.table_name)
 
 
 async def _run(gen: PQGenConn[RV]) -> RV:

@@ -20,16 +20,23 @@ class DependencyDown(Exception):
         self.reason = reason
 
 
+class RowsLocked(DependencyDown):
+    """Another session holds a row or table for too long. Whoever works through a batch may go on without that row."""
+
+    sqlstate = "55P03"
+
+
 class WriteRefused(Exception):
     """The database answered, and refused the data itself; trying the same again cannot help.
 
-    The transaction is rolled back and the connection usable. `sqlstate` tells why.
+    The transaction is rolled back and the connection usable. `sqlstate` tells why, `table` where, if that is known.
     """
 
-    def __init__(self, sqlstate: str | None, reason: str) -> None:
+    def __init__(self, sqlstate: str | None, reason: str, table: str | None = None) -> None:
         super().__init__(reason)
         self.sqlstate = sqlstate
         self.reason = reason
+        self.table = table
 
 
 class Unrecoverable(Exception):

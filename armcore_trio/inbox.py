@@ -7,30 +7,30 @@ database that restarts and a NATS that drops cost nothing that had arrived. Boun
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from itertools import islice
 
 import trio
+from attrs import evolve
 
 from armcore_trio.bus import Message, Received
 from armcore_trio.errors import DependencyDown
 from armcore_trio.messages import Envelope, Invalid, decode
 
 MAX_BYTES = 128 * 1024 * 1024
+BATCH_BYTES = 4 * 1024 * 1024
 CATCH_UP_SECONDS = 2.0
 
 
 class Pending:
-    """A received message, decoded once however often its batch is tried."""
+    """A received message and what it says. Decoded on arrival, while the application waits for the database."""
+
+    __slots__ = ("content", "received", "size")
 
     def __init__(self, received: Received, max_bytes: int) -> None:
-        self.received = received
-        self._max_bytes = max_bytes
-
-    @cached_property
-    def content(self) -> Envelope | Invalid:
-        """The envelope, or why it is none."""
-        return decode(self.received.data, self._max_bytes)
+        self.size = len(received.data) + len(received.msg_id or "") + len(received.reply or "")
+        self.content: Envelope | Invalid = decode(received.data, max_bytes)
+        self.received = evolve(received, data=b"")
+        """The message less its body, which `content` stands for."""
 
     @property
     def job_id(self) -> str | None:
@@ -62,23 +62,29 @@ class Inbox:
 
     def put(self, pending: Pending) -> bool:
         """Keep a message, unless there is no room: then False, and the caller says so."""
-        size = len(pending.received.data)
-        if len(self._pending) >= self._max_messages or (self._bytes + size > self._max_bytes and self._pending):
+        if len(self._pending) >= self._max_messages or (self._bytes + pending.size > self._max_bytes and self._pending):
             return False
         self._pending.append(pending)
         self._entered += 1
-        self._bytes += size
+        self._bytes += pending.size
         self._notify()
         return True
 
     def front(self, count: int) -> list[Pending]:
-        """The oldest messages, in the order received (D4.9); they stay until dropped."""
-        return list(islice(self._pending, count))
+        """The oldest messages in the order received (D4.9), no more than can be dealt with at once; they stay until dropped."""
+        batch: list[Pending] = []
+        size = 0
+        for pending in islice(self._pending, count):
+            size += pending.size
+            if batch and size > BATCH_BYTES:
+                break
+            batch.append(pending)
+        return batch
 
     def drop(self, count: int) -> None:
         """Forget the oldest messages: they have been dealt with."""
         for _ in range(count):
-            self._bytes -= len(self._pending.popleft().received.data)
+            self._bytes -= self._pending.popleft().size
         self._left += count
         self._notify()
 

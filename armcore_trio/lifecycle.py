@@ -119,7 +119,8 @@ class StoredObject:
 class Change:
     """All that one or more events do to one job, its file, its fact and its objects: written in one transaction or not at all.
 
-    `expected` is the status the row must still have when it is written. None leaves a column as it is.
+    `expected` is the status the row must still have when it is written. Service and metrics of None leave what is there;
+    every other None is written.
     """
 
     job: Job

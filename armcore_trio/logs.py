@@ -25,6 +25,7 @@ Log = structlog.typing.FilteringBoundLogger
 
 HIDDEN = "<hidden>"
 _LEAST_SECRET = 6
+_FIXED = frozenset({"timestamp", "level", "event", "task"})
 
 
 def configure(format: LogFormat, *, debug: bool, secrets: Iterable[str]) -> None:  # noqa: A002 - as the variable is called
@@ -102,7 +103,7 @@ class _Redactor:
         self._forms = sorted(forms, key=len, reverse=True)
 
     def __call__(self, _: WrappedLogger, __: str, record: EventDict) -> EventDict:
-        return {name: self._clean(value) for name, value in record.items()}
+        return {name: value if name in _FIXED else self._clean(value) for name, value in record.items()}
 
     def _clean(self, value: object) -> object:
         if isinstance(value, dict):

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NoReturn, cast
 from uuid import UUID
 
+import jsonschema_rs
 from attrs import field, frozen
 from cattrs import Converter
 from jsonschema import Draft202012Validator, ValidationError
@@ -139,10 +140,22 @@ _converter.register_structure_hook(UUID, lambda text, _: UUID(text))
 
 
 @cache
+def schema(name: str) -> dict[str, Any]:
+    """The schema of that name, as a document."""
+    document: dict[str, Any] = json.loads((SCHEMAS / f"{name}.schema.json").read_text("utf-8"))
+    return document
+
+
+@cache
 def validator(name: str) -> Draft202012Validator:
-    """The compiled schema of that name. Formats are asserted."""
-    schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text("utf-8"))
-    return Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    """The reference: what breaks the schema of that name, and why, is what `jsonschema` says. Formats are asserted."""
+    return Draft202012Validator(schema(name), format_checker=Draft202012Validator.FORMAT_CHECKER)
+
+
+@cache
+def quick_validator(name: str) -> jsonschema_rs.Draft202012Validator:
+    """The same schema compiled, a hundred times as fast: it may accept what the reference accepts, never refuse."""
+    return jsonschema_rs.Draft202012Validator(schema(name), validate_formats=True)
 
 
 def build_request(source: Source) -> bytes:
@@ -160,7 +173,7 @@ def build_request(source: Source) -> bytes:
         "file": file,
         "reply_deadline": source.reply_deadline,
     }
-    if problem := _violation(validator("recognition-request"), request):
+    if problem := violation("recognition-request", request):
         raise RequestInvalid(problem)
     return json.dumps(request, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -170,7 +183,7 @@ def decode(data: bytes, max_bytes: int) -> Envelope | Invalid:
     document: Any = None
     try:
         document = _parse(data, max_bytes)
-        if problem := _violation(validator("recognition-result-message"), document):
+        if problem := violation("recognition-result-message", document):
             raise _Unreadable(Reason.SCHEMA, problem)
         return _converter.structure(document, Envelope)
     except _Unreadable as error:
@@ -248,9 +261,11 @@ def _storable(value: Any) -> bool:
     return True
 
 
-def _violation(schema: Draft202012Validator, document: object) -> str | None:
-    """What breaks the schema, naming the place and the rule, never the value."""
-    error = best_match(schema.iter_errors(document))
+def violation(name: str, document: object) -> str | None:
+    """What in a document breaks the schema of that name: the place and the rule, never the value. None if nothing does."""
+    if quick_validator(name).is_valid(document):
+        return None
+    error = best_match(validator(name).iter_errors(document))
     if error is None:
         return None
     place = ".".join(str(part) for part in error.absolute_path) or "message"

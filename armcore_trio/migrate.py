@@ -9,16 +9,27 @@ import time
 import alembic.command
 import psycopg
 from alembic.config import Config
+from alembic.script import ScriptDirectory
+from psycopg import conninfo
 from sqlalchemy import Connection, NullPool, create_engine, exc, text
 
 from armcore_trio import logs
-from armcore_trio.errors import Dependency, DependencyDown
+from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.resources import MIGRATIONS
 from armcore_trio.store import SCHEMA_VERSION
 
 LOCK_ATTEMPT_SECONDS = 5
 LOCK_SECONDS = 60
 _ADVISORY_LOCK = 4_201_370_114  # any number of our own; it serialises instances that migrate at once
+
+# A link that falls silent is given up after about half a minute, as libpq counts it.
+_LIMITS = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,
+}
 
 # SQLSTATEs of a wait that ended without the lock: lock_not_available, deadlock_detected.
 _LOCKED = frozenset({"55P03", "40P01"})
@@ -39,7 +50,10 @@ def migrate(dsn: str, revision: str | None = None, log: logs.Log | None = None) 
             return _attempt(dsn, revision)
         except exc.DBAPIError as error:
             state = getattr(error.orig, "sqlstate", None)
-            reason = " ".join(str(error.orig).split())
+            diagnosis = getattr(error.orig, "diag", None)
+            reason = " ".join(str(getattr(diagnosis, "message_primary", None) or error.orig).split())
+            if state is not None and state.startswith("P0"):
+                raise WriteRefused(state, reason) from None
             if state not in _LOCKED or time.monotonic() > give_up:
                 raise DependencyDown(Dependency.DATABASE, f"migration: {reason}") from None
             log.warning("migrate.waiting_for_lock", error=reason)
@@ -63,13 +77,18 @@ def _attempt(dsn: str, revision: str | None) -> str:
 
 
 def _connect(dsn: str) -> psycopg.Connection:
-    return psycopg.connect(dsn, connect_timeout=5, application_name="armcore-trio migrate")
+    return psycopg.connect(conninfo.make_conninfo(dsn, application_name="armcore-trio migrate", **_LIMITS))
 
 
 def _current(connection: Connection) -> str:
     if connection.execute(text("SELECT to_regclass('armcore_trio_version')")).scalar() is None:
         return ""
     return str(connection.execute(text("SELECT max(version_num) FROM armcore_trio_version")).scalar() or "")
+
+
+def revisions() -> list[str]:
+    """All there are, oldest first."""
+    return sorted(found.revision for found in ScriptDirectory.from_config(_config()).walk_revisions())
 
 
 def script(revision: str = SCHEMA_VERSION) -> str:

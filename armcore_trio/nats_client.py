@@ -87,7 +87,6 @@ def credentials(settings: Settings, server: NatsServer) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if server.tls:
         options["tls"] = ssl.create_default_context(cafile=settings.nats_ca_file)
-        options["tls_hostname"] = server.host
     if server.user and server.password:
         options |= {"user": server.user.reveal(), "password": server.password.reveal()}
     elif server.user:

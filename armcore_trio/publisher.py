@@ -1,6 +1,6 @@
 """The outbox child: queued jobs go out, unacknowledged ones go out again, those nobody acknowledges are given up (R1, R3).
 
-A batch is claimed, published, confirmed and marked in one transaction: the rows stay locked meanwhile, so an ack that
+A batch is claimed, marked, published and confirmed in one transaction: the rows stay locked meanwhile, so an ack that
 overtakes the commit waits for it (D1.2), and a failure anywhere leaves them as they were.
 """
 
@@ -10,16 +10,15 @@ from functools import partial
 from uuid import UUID
 
 import trio
-from attrs import frozen
+from attrs import Factory, frozen
 
 from armcore_trio import logs, store
 from armcore_trio.bus import ANSWER_SECONDS, Bus, Message, open_bus
 from armcore_trio.database import QUERY_SECONDS, Connection, bounded
-from armcore_trio.errors import WriteRefused
 from armcore_trio.inbox import Inbox
 from armcore_trio.lifecycle import Change, Event, Job, Status, UnackedAction, advance, decide_unacked
 from armcore_trio.messages import RequestInvalid, Source, build_request
-from armcore_trio.passes import run_pass
+from armcore_trio.passes import BatchSize, Refusal, run_pass
 from armcore_trio.settings import Settings
 from armcore_trio.status import TaskStatus
 from armcore_trio.store import Sent, Store
@@ -28,6 +27,7 @@ from armcore_trio.supervisor import Stop
 _log = logs.get(task="publisher")
 
 _PASS_SECONDS = QUERY_SECONDS + ANSWER_SECONDS
+_ANY_NUMBER = 2**31 - 1
 
 
 @frozen
@@ -48,6 +48,7 @@ class Publisher:
     status: TaskStatus
     intake: TaskStatus
     inbox: Inbox
+    size: BatchSize = Factory(lambda self: BatchSize(self.settings.outbox_batch_size), takes_self=True)
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -65,13 +66,17 @@ class Publisher:
                     await connection.rest(self.settings.outbox_poll_seconds)
 
     async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> None:
-        """Publish every queued job there is, then see to the unacknowledged ones."""
-        batch_size = self.settings.outbox_batch_size
-        publish = partial(self._publish_batch, connection, bus)
-        await run_pass(publish, batch_size=batch_size, stop=stop, refused=self._log_refusal)
+        """Publish every queued job there is, then see to the unacknowledged ones, behind which new jobs never wait."""
+        publish_batch = partial(self._publish_batch, connection, bus)
+        publish = partial(run_pass, publish_batch, size=self.size, stop=stop, refused=self._log_refusal)
+        await publish()
+
+        async def repeat_batch(limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
+            await self._repeat_batch(connection, bus, limit, skip, claimed)
+            await publish()
+
         if await self._any_unacked(connection):
-            repeat = partial(self._repeat_batch, connection, bus)
-            await run_pass(repeat, batch_size=batch_size, stop=stop, refused=self._log_refusal)
+            await run_pass(repeat_batch, size=self.size, stop=stop, refused=self._log_refusal)
 
     async def _any_unacked(self, connection: Connection) -> bool:
         if self.intake.running_seconds() is None:
@@ -80,6 +85,7 @@ class Publisher:
             return await store.any_unacked(connection, ack_timeout_seconds=self.settings.ack_timeout_seconds)
 
     async def _publish_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
+        """One transaction: the rows are written first, so that nothing is sent for what the database would refuse."""
         reply_timeout_seconds = self.settings.reply_timeout_seconds
         async with self._accounted() as taken, bounded("a publishing pass", _PASS_SECONDS), connection.transaction():
             sources = await store.claim_queued(connection, limit=limit, reply_timeout_seconds=reply_timeout_seconds, skip=skip)
@@ -88,9 +94,9 @@ class Publisher:
             claimed += [source.job_id for source in sources]
             taken.extend(claimed)
             built = self._build(sources, bus, Status.QUEUED)
-            await bus.publish_batch(built.messages)
             await store.mark_published(connection, built.sent, reply_timeout_seconds=reply_timeout_seconds)
             await store.apply_changes(connection, built.unbuildable)
+            await bus.publish_batch(built.messages)
         self._report("outbox.published", "published", built)
 
     async def _repeat_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
@@ -103,6 +109,7 @@ class Publisher:
                 limit=limit,
                 ack_timeout_seconds=settings.ack_timeout_seconds + trio.current_time() - asked,
                 reply_timeout_seconds=settings.reply_timeout_seconds,
+                below_repeats=_ANY_NUMBER if self._could_have_heard() else settings.outbox_max_republish,
                 skip=skip,
             )
             if not sources:
@@ -111,15 +118,12 @@ class Publisher:
             actions = [decide_unacked(source.republish_count, settings.outbox_max_republish) for source in sources]
             repeats = [s for s, action in zip(sources, actions, strict=True) if action is UnackedAction.REPUBLISH]
             hopeless = [s for s, action in zip(sources, actions, strict=True) if action is UnackedAction.DEAD_LETTER]
-            if not self._could_have_heard():
-                skip |= {source.job_id for source in hopeless}
-                hopeless = []
             taken.extend(source.job_id for source in repeats)
             built = self._build(repeats, bus, Status.PUBLISHED)
             dead = [self._dead_letter(source) for source in hopeless]
-            await bus.publish_batch(built.messages)  # even if empty: nothing is counted over a dead connection (D3.1)
             await store.mark_republished(connection, built.sent, reply_timeout_seconds=settings.reply_timeout_seconds)
             await store.apply_changes(connection, built.unbuildable + dead)
+            await bus.publish_batch(built.messages)  # even if empty: nothing is counted over a dead connection (D3.1)
         self._report("outbox.republished", "republished", built)
         if dead:
             self.status.totals["dead_lettered"] += len(dead)
@@ -155,15 +159,14 @@ class Publisher:
                 subject = self.settings.request_subjects.get(source.pipeline)
                 if subject is None:
                     raise RequestInvalid(f"unknown pipeline {source.pipeline!r}")
-                data = build_request(source)
-                if len(data) > bus.max_payload:
-                    raise RequestInvalid(f"the request has {len(data)} bytes, the NATS server takes {bus.max_payload}")
+                message = Message(subject, build_request(source), f"{source.job_id}:{source.attempt}")
+                if message.size > bus.max_payload:
+                    raise RequestInvalid(f"the request has {message.size} bytes, the NATS server takes {bus.max_payload}")
             except RequestInvalid as problem:
                 built.unbuildable.append(_advance(source, status, Event.UNBUILDABLE, str(problem)))
                 continue
-            msg_id = f"{source.job_id}:{source.attempt}"
-            built.messages.append(Message(subject, data, msg_id))
-            built.sent.append(Sent(source.job_id, msg_id, subject, source.republish_count + 1))
+            built.messages.append(message)
+            built.sent.append(Sent(source.job_id, str(message.msg_id), subject, source.republish_count + 1))
         return built
 
     def _report(self, event: str, total: str, built: _Built) -> None:
@@ -176,7 +179,7 @@ class Publisher:
             self.status.totals["refused"] += 1
             _log.warning("outbox.refused", job_id=str(change.job.id), error_code=change.error_code, error=change.error_message)
 
-    def _log_refusal(self, job_id: UUID, refusal: WriteRefused) -> None:
+    def _log_refusal(self, job_id: UUID, refusal: Refusal) -> None:
         _log.error("outbox.write_refused", job_id=str(job_id), sqlstate=refusal.sqlstate, error=refusal.reason)
 
 

@@ -96,8 +96,8 @@ class Settings:
     @property
     def secrets(self) -> list[str]:
         """Every text that must not appear in any output, for the log's last line of defence."""
-        urls = [secret for server in self.nats_url for secret in (server.user, server.password) if secret]
-        database = [password] if self.postgres_dsn and (password := check_dsn(self.postgres_dsn.reveal())) else []
+        urls = [server.password or server.user for server in self.nats_url]  # a user without a password is a token
+        database = check_dsn(self.postgres_dsn.reveal()) if self.postgres_dsn else []
         return [secret.reveal() for secret in (self.nats_seed, self.nats_jwt, *urls) if secret] + database
 
 

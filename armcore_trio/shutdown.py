@@ -21,6 +21,14 @@ _HEALTH_SECONDS = 3.0
 _MARGIN_SECONDS = 0.5
 
 
+def abandon_rest(inbox: Inbox, status: Status) -> None:
+    """List what was received and not applied, one record each; the inbox is empty then."""
+    while rest := inbox.front(len(inbox)):
+        for pending in rest:
+            abandon(pending, status.tasks["subscriber.apply"], "the stop came before it could be applied")
+        inbox.drop(len(rest))
+
+
 def log_complete(status: Status, *, seconds: float, exit_code: int) -> None:
     """The log's last record: what was done in all, and whether the books balance."""
     books = status.books()
@@ -42,15 +50,14 @@ class Shutdown:
         """Go through all steps. What could not be applied in time is listed in the log as abandoned."""
         _log.info("shutdown.started", signal=signal_name, grace_seconds=self.grace_seconds)
         self.status.stopping = True
-        started = trio.current_time()
-        last = started + max(self.grace_seconds - _HEALTH_SECONDS, self.grace_seconds / 2) - _MARGIN_SECONDS
-        await self._step("passes", self._stop_all, ["publisher", "watchdog"], last - (last - started) / 2)
-        await self._step("inbox", self._settle, last)
+        started, grace = trio.current_time(), self.grace_seconds
+        last = started + grace - min(_HEALTH_SECONDS, grace / 4)
+        settled = last - min(_MARGIN_SECONDS, grace / 20)
+        await self._step("passes", self._stop_all, ["publisher", "watchdog"], (started + settled) / 2)
+        await self._step("inbox", self._settle, settled)
         await self._step("connections", self._stop_all, ["subscriber.apply", "subscriber.intake"], last)
-        for pending in self.inbox.front(len(self.inbox)):
-            abandon(pending, self.status.tasks["subscriber.apply"], "the stop came before it could be applied")
-        self.inbox.drop(len(self.inbox))
-        await self._step("health", self._stop_all, ["health"], trio.current_time() + _HEALTH_SECONDS)
+        abandon_rest(self.inbox, self.status)
+        await self._step("health", self._stop_all, ["health"], min(trio.current_time() + _HEALTH_SECONDS, started + grace))
 
     async def _step(self, name: str, action: Callable[..., Awaitable[bool]], *args: object) -> None:
         started = trio.current_time()

@@ -26,7 +26,6 @@ class State(StrEnum):
 
 
 _WORST_FIRST = list(reversed(State))
-_ALIVE = frozenset({State.STARTING, State.RUNNING})
 
 
 @define
@@ -46,8 +45,8 @@ class TaskStatus:
 
     @property
     def state(self) -> State:
-        """Stalled if it should be at work and has not given a sign for longer than it may."""
-        stalled = self._state in _ALIVE and trio.current_time() - self._last_beat > self._heartbeat_seconds
+        """Stalled if it is at work and has not given a sign for longer than it may. A start has limits of its own."""
+        stalled = self._state is State.RUNNING and trio.current_time() - self._last_beat > self._heartbeat_seconds
         return State.STALLED if stalled else self._state
 
     def beat(self) -> None:

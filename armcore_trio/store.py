@@ -31,6 +31,7 @@ def _load(name: LiteralString) -> LiteralString:
 _CLAIM_QUEUED = _load("claim_queued")
 _CLAIM_UNACKED = _load("claim_unacked")
 _ANY_UNACKED = _load("any_unacked")
+_SET_DEADLINES = _load("set_deadlines")
 _CLAIM_EXPIRED = _load("claim_expired")
 _MARK_PUBLISHED = _load("mark_published")
 _MARK_REPUBLISHED = _load("mark_republished")
@@ -106,10 +107,15 @@ async def claim_unacked(
     limit: int,
     ack_timeout_seconds: float,
     reply_timeout_seconds: float,
+    below_repeats: int,
     skip: Collection[UUID],
 ) -> list[Source]:
-    """Published jobs without an ack for that long, locked; those past their deadline are the watchdog's (R3, D3.2)."""
+    """Published jobs without an ack for that long, locked; those past their deadline are the watchdog's (R3, D3.2).
+
+    Only those repeated less often than `below_repeats`.
+    """
     params = {
+        "below": below_repeats,
         "limit": limit,
         "ack_timeout": ack_timeout_seconds,
         "reply_timeout": reply_timeout_seconds,
@@ -123,6 +129,12 @@ async def any_unacked(connection: Connection, *, ack_timeout_seconds: float) -> 
     """Whether `claim_unacked` has something to look at. Locks nothing."""
     cursor = await connection.execute(_ANY_UNACKED, {"ack_timeout": ack_timeout_seconds})
     return bool((await cursor.fetchall())[0][0])
+
+
+async def set_deadlines(connection: Connection, *, limit: int, reply_timeout_seconds: float) -> list[UUID]:
+    """Give awaited jobs that have no deadline one from now on; returns their ids. Other programs write this table too."""
+    cursor = await connection.execute(_SET_DEADLINES, {"limit": limit, "reply_timeout": reply_timeout_seconds})
+    return [row[0] for row in await cursor.fetchall()]
 
 
 async def claim_expired(connection: Connection, *, limit: int, skip: Collection[UUID]) -> list[Job]:
@@ -192,7 +204,8 @@ async def apply_changes(connection: Connection, changes: Sequence[Change]) -> No
 
 
 def _row(change: Change) -> dict[str, Any]:
-    return {
+    """What `apply_changes.sql` reads; what is absent is NULL there."""
+    row = {
         "job_id": str(change.job.id),
         "expected": change.expected,
         "status": change.status,
@@ -210,6 +223,7 @@ def _row(change: Change) -> dict[str, Any]:
         "result_s3_object_id": str(change.result.id) if change.result else None,
         "raw_s3_object_id": str(change.raw.id) if change.raw else None,
     }
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _object_row(stored: StoredObject) -> dict[str, str]:

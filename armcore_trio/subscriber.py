@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from uuid import UUID
 
 import trio
-from attrs import frozen
+from attrs import Factory, frozen
 
 from armcore_trio import logs, store
 from armcore_trio.bus import ANSWER_SECONDS, Message, Received, open_bus
@@ -19,6 +19,7 @@ from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.inbox import Inbox, Pending
 from armcore_trio.lifecycle import Change, Job, Outcome, Verdict, receive
 from armcore_trio.messages import Envelope, Invalid, ObjectKey, Reason
+from armcore_trio.passes import BatchSize
 from armcore_trio.settings import Settings
 from armcore_trio.status import TaskStatus
 from armcore_trio.store import Store
@@ -56,9 +57,17 @@ class Intake:
                         with stop.interrupts():
                             await trio.sleep(_IDLE_SECONDS)
                     await bus.drain()
-                await self.inbox.wait_settled()
+                await self._wait_settled()
             finally:
                 self.inbox.answer = self.inbox.hear = None
+
+    async def _wait_settled(self) -> None:
+        settled = False
+        while not settled:
+            self.status.beat()
+            with trio.move_on_after(_IDLE_SECONDS):
+                await self.inbox.wait_settled()
+                settled = True
 
     def _take(self, received: Received) -> None:
         pending = Pending(received, self.settings.inbox_max_bytes)
@@ -82,13 +91,14 @@ class Application:
     inbox: Inbox
     status: TaskStatus
     heartbeat_seconds: float = _IDLE_SECONDS + 2 * (QUERY_SECONDS + ANSWER_SECONDS)
+    size: BatchSize = Factory(lambda self: BatchSize(self.settings.inbox_batch_size), takes_self=True)
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Apply batches as messages arrive, watching the connection while there are none."""
         async with self.store.open("subscriber") as connection:
             task_status.started()
             while not stop.requested:
-                if batch := self.inbox.front(self.settings.inbox_batch_size):
+                if batch := self.inbox.front(self.size.now):
                     await self.apply(connection, batch)
                 else:
                     self.status.beat()
@@ -117,6 +127,10 @@ class Application:
                     await self.apply(connection, [pending])
                 return
             verdicts = [_refused(refusal)]
+        except DependencyDown:
+            self.size.failed()
+            raise
+        self.size.succeeded()
         with self.inbox.busy():
             self.inbox.drop(len(batch))
             self._report(batch, verdicts)
@@ -201,7 +215,8 @@ def decide(
 
 
 def _refused(refusal: WriteRefused) -> Verdict:
-    reason = Reason.KEY_TAKEN if refusal.sqlstate == _UNIQUE_VIOLATION else Reason.REFUSED_BY_DATABASE
+    taken = (refusal.sqlstate, refusal.table) == (_UNIQUE_VIOLATION, "s3_object")
+    reason = Reason.KEY_TAKEN if taken else Reason.REFUSED_BY_DATABASE
     return Verdict(Outcome.INVALID, reason)
 
 

@@ -129,6 +129,8 @@ class ReturnedEarly(Exception):
 class _Child:
     spec: ChildSpec
     status: TaskStatus
+    source: random.Random
+    """Its own, so that the same seed gives each child the same waits in whatever order they fail."""
     stop: Stop = Factory(Stop)
     scope: trio.CancelScope = Factory(trio.CancelScope)
     ended: trio.Event = Factory(trio.Event)
@@ -149,7 +151,7 @@ class Supervisor:
 
     def start(self, spec: ChildSpec, status: TaskStatus) -> None:
         """Begin to run a child; its progress is reported through `status`."""
-        child = self._children[spec.name] = _Child(spec, status)
+        child = self._children[spec.name] = _Child(spec, status, random.Random(self._random.random()))
         self._nursery.start_soon(self._supervise, child, name=spec.name)
 
     def request_stop(self, name: str) -> None:
@@ -214,7 +216,7 @@ class Supervisor:
         now, policy = trio.current_time(), child.spec.policy
         kind = classify(failure)
         child.history = policy.record(child.history, kind, now, child.status.running_seconds() or 0)
-        delay_seconds = policy.decide(child.history, self._random)
+        delay_seconds = policy.decide(child.history, child.source)
         if delay_seconds is None:
             self._give_up(child, failure, kind)
             return False

@@ -178,8 +178,8 @@ def dsn(text: str) -> Secret:
     """A connection string that libpq can read."""
     try:
         check_dsn(text)
-    except ValueError:
-        raise BadValue("is not a PostgreSQL connection string") from None
+    except ValueError as error:
+        raise BadValue(str(error)) from None
     return Secret(text)
 
 

@@ -4,14 +4,13 @@ from functools import partial
 from uuid import UUID
 
 import trio
-from attrs import frozen
+from attrs import Factory, frozen
 
 from armcore_trio import logs, store
 from armcore_trio.database import QUERY_SECONDS, Connection, bounded
-from armcore_trio.errors import WriteRefused
 from armcore_trio.inbox import Inbox
 from armcore_trio.lifecycle import Event, advance
-from armcore_trio.passes import run_pass
+from armcore_trio.passes import BatchSize, Refusal, run_pass
 from armcore_trio.settings import Settings
 from armcore_trio.status import TaskStatus
 from armcore_trio.store import Store
@@ -30,6 +29,7 @@ class Watchdog:
     store: Store
     status: TaskStatus
     inbox: Inbox
+    size: BatchSize = Factory(lambda: BatchSize(_BATCH_SIZE))
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -47,14 +47,21 @@ class Watchdog:
 
     async def run_once(self, connection: Connection, stop: Stop) -> None:
         """End every job whose deadline has passed."""
+        await self._set_deadlines(connection)
         expire = partial(self._expire_batch, connection)
-        await run_pass(expire, batch_size=_BATCH_SIZE, stop=stop, refused=self._log_refusal)
+        await run_pass(expire, size=self.size, stop=stop, refused=self._log_refusal)
+
+    async def _set_deadlines(self, connection: Connection) -> None:
+        async with bounded("a look for jobs without a deadline"):
+            reply_timeout_seconds = self.settings.reply_timeout_seconds
+            job_ids = await store.set_deadlines(connection, limit=_BATCH_SIZE, reply_timeout_seconds=reply_timeout_seconds)
+        if job_ids:
+            _log.warning("watchdog.deadline_was_missing", count=len(job_ids), job_ids=[str(job_id) for job_id in job_ids])
 
     async def _expire_batch(self, connection: Connection, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
         self.status.beat()
-        await (
-            self.inbox.caught_up()
-        )  # a result that came in time may wait there; if it cannot be told, time has passed all the same
+        # A result that came in time may wait there. If that cannot be told within two seconds, time has passed all the same.
+        await self.inbox.caught_up()
         async with bounded("a watchdog pass"), connection.transaction():
             jobs = await store.claim_expired(connection, limit=limit, skip=skip)
             if not jobs:
@@ -65,6 +72,6 @@ class Watchdog:
         self.status.totals["timed_out"] += len(jobs)
         _log.warning("watchdog.timed_out", count=len(jobs), job_ids=[str(job.id) for job in jobs], error_code="TIMEOUT")
 
-    def _log_refusal(self, job_id: UUID, refusal: WriteRefused) -> None:
+    def _log_refusal(self, job_id: UUID, refusal: Refusal) -> None:
         self.status.totals["failed"] += 1
         _log.error("watchdog.write_refused", job_id=str(job_id), sqlstate=refusal.sqlstate, error=refusal.reason)

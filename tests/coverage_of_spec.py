@@ -59,7 +59,7 @@ class MarkerReader:
 def collect(options: list[str]) -> MarkerReader | None:
     """The markers of the test suite, or None, with pytest's own words on stderr, if it could not be collected."""
     reader, output = MarkerReader(), io.StringIO()
-    arguments = ["--collect-only", "-q", f"--rootdir={ROOT}", *options, str(ROOT / "tests")]
+    arguments = ["--collect-only", "-q", f"--rootdir={ROOT}", *options, str(ROOT / "tests"), str(ROOT / "tests/image/checks.py")]
     with contextlib.redirect_stdout(output):
         code = pytest.main(arguments, plugins=[reader])
     if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):

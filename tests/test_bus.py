@@ -1,6 +1,5 @@
 """NATS on Trio against real servers: confirmed or failed, in bounded time, and nothing handed to us is lost."""
 
-import base64
 import gc
 import json
 import logging
@@ -18,7 +17,6 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
-import nkeys
 import pytest
 import trio
 import trustme
@@ -28,6 +26,7 @@ from armcore_trio.bus import Bus, Message, Received, open_bus
 from armcore_trio.embedded import Nats
 from armcore_trio.errors import DependencyDown
 from armcore_trio.settings import CA_FILE, DSN, JWT, SEED, URL, Settings, load
+from tests.support.credentials import Operator, new_seed, public_key, tls_config
 from tests.support.failing import failing, nats_down
 from tests.support.listener import Listener
 from tests.support.proxy import Direction, Mode, Proxy
@@ -478,81 +477,43 @@ async def test_a_subject_without_the_right_to_it_is_named(subject: str) -> None:
                 assert [one.data for one in service.heard()] == [b"1", b"1", b"3"]
 
 
-def seed(of: int, prefix: int = nkeys.PREFIX_BYTE_USER) -> str:
-    return bytes(nkeys.encode_seed(bytes([of]) * 32, prefix)).decode()
-
-
-def public_key(of: str) -> str:
-    return bytes(nkeys.from_seed(bytearray(of.encode())).public_key).decode()
-
-
 @pytest.mark.req("R6", "B21")
 async def test_an_nkey_seed_lets_us_in(subject: str) -> None:
-    with Nats(config=f"authorization {{ users: [ {{ nkey: {public_key(seed(1))} }} ] }}") as server:
-        async with open_bus(settings_for(server.url, **{SEED: f"{seed(1)}\r\n"}), NAME) as bus:
+    seed, stranger = new_seed(), new_seed()
+    with Nats(config=f"authorization {{ users: [ {{ nkey: {public_key(seed)} }} ] }}") as server:
+        async with open_bus(settings_for(server.url, **{SEED: f"{seed}\r\n"}), NAME) as bus:
             await bus.publish_batch(messages(subject, 1))
         with nats_down("Authorization Violation") as caught:
-            async with open_bus(settings_for(server.url, **{SEED: seed(2)}), NAME):
+            async with open_bus(settings_for(server.url, **{SEED: stranger}), NAME):
                 pytest.fail("connected")
-        assert seed(2) not in caught.error.reason
-
-
-OPERATOR, ACCOUNT, USER = seed(1, nkeys.PREFIX_BYTE_OPERATOR), seed(2, nkeys.PREFIX_BYTE_ACCOUNT), seed(3)
-
-
-def jwt(issuer: str, of: str, kind: str, **claims: object) -> str:
-    """A signed token as `nsc` makes it."""
-
-    def encoded(part: bytes) -> str:
-        return base64.urlsafe_b64encode(part).rstrip(b"=").decode()
-
-    limits = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1)
-    nats = {"type": kind, "version": 2} | (
-        {"limits": {**limits, "wildcards": True}} if kind == "account" else limits if kind == "user" else {}
-    )
-    body = {
-        "jti": "x",
-        "iat": int(time.time()),
-        "iss": public_key(issuer),
-        "name": kind,
-        "sub": public_key(of),
-        "nats": nats,
-        **claims,
-    }
-    text = ".".join(encoded(json.dumps(part).encode()) for part in ({"typ": "JWT", "alg": "ed25519-nkey"}, body))
-    return f"{text}.{encoded(nkeys.from_seed(bytearray(issuer.encode())).sign(text.encode()))}"
-
-
-@pytest.fixture
-def operated_nats() -> Iterator[Nats]:
-    """A server with an operator and one account."""
-    account = f"resolver_preload: {{ {public_key(ACCOUNT)}: {jwt(OPERATOR, ACCOUNT, 'account')} }}"
-    with Nats(config=f"operator: {jwt(OPERATOR, OPERATOR, 'operator')}\nresolver: MEMORY\n{account}") as server:
-        yield server
+        assert stranger not in caught.error.reason
 
 
 @pytest.mark.req("R6", "B20", "B21")
-async def test_a_jwt_with_its_seed_lets_us_in(operated_nats: Nats, subject: str) -> None:
-    user = jwt(ACCOUNT, USER, "user")
-    async with open_bus(settings_for(operated_nats.url, **{SEED: USER, JWT: user}), NAME) as bus:
-        await bus.publish_batch(messages(subject, 1))
-    for refused in (jwt(OPERATOR, USER, "user"), jwt(ACCOUNT, USER, "user", exp=int(time.time()) - 10)):
-        with nats_down("Authorization Violation") as caught:
-            async with open_bus(settings_for(operated_nats.url, **{SEED: USER, JWT: refused}), NAME):
+async def test_a_jwt_with_its_seed_lets_us_in(subject: str) -> None:
+    seed, operator = new_seed(), Operator()
+    with Nats(config=operator.config()) as server:
+        async with open_bus(settings_for(server.url, **{SEED: seed, JWT: operator.user(seed)}), NAME) as bus:
+            await bus.publish_batch(messages(subject, 1))
+        for refused in (Operator().user(seed), operator.user(seed, exp=int(time.time()) - 10)):
+            with nats_down("Authorization Violation") as caught:
+                async with open_bus(settings_for(server.url, **{SEED: seed, JWT: refused}), NAME):
+                    pytest.fail("connected")
+            assert refused not in caught.error.reason
+        with nats_down("Authorization Violation"):
+            async with open_bus(settings_for(server.url), NAME):
                 pytest.fail("connected")
-        assert refused not in caught.error.reason
-    with nats_down("Authorization Violation"):
-        async with open_bus(settings_for(operated_nats.url), NAME):
-            pytest.fail("connected")
 
 
 @pytest.mark.req("R6", "B20")
-async def test_a_jwt_that_expires_is_noticed_at_once_with_its_reason(operated_nats: Nats) -> None:
-    user = jwt(ACCOUNT, USER, "user", exp=int(time.time()) + 2)
-    with taking(0, 4), nats_down("(?i)authentication expired") as caught:
-        async with open_bus(settings_for(operated_nats.url, **{SEED: USER, JWT: user}), NAME):
-            await trio.sleep_forever()
-    assert user not in caught.error.reason
+async def test_a_jwt_that_expires_is_noticed_at_once_with_its_reason() -> None:
+    seed, operator = new_seed(), Operator()
+    with Nats(config=operator.config()) as server:
+        user = operator.user(seed, exp=int(time.time()) + 2)
+        with taking(0, 4), nats_down("(?i)authentication expired") as caught:
+            async with open_bus(settings_for(server.url, **{SEED: seed, JWT: user}), NAME):
+                await trio.sleep_forever()
+        assert user not in caught.error.reason
 
 
 # TLS
@@ -565,11 +526,7 @@ def authority() -> trustme.CA:
 
 @contextmanager
 def tls_nats(authority: trustme.CA, directory: Path, *names: str, more: str = "") -> Iterator[Nats]:
-    certificate = authority.issue_cert(*names)
-    certificate.private_key_pem.write_to_path(str(directory / "key.pem"))
-    certificate.cert_chain_pems[0].write_to_path(str(directory / "cert.pem"))
-    tls = f'tls {{ cert_file: "{directory / "cert.pem"}", key_file: "{directory / "key.pem"}" }}'
-    with Nats(config=f"{tls}\n{more}") as server:
+    with Nats(config=f"{tls_config(authority.issue_cert(*names), directory)}\n{more}") as server:
         yield server
 
 

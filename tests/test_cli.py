@@ -11,6 +11,7 @@ from attrs import fields
 
 from armcore_trio.cli import main
 from armcore_trio.settings import DSN, Settings, load
+from tests.conftest import StartDaemon
 
 ROOT = Path(__file__).parent.parent
 NOBODY = "host=127.0.0.1 port=1 dbname=none"
@@ -71,10 +72,19 @@ def test_commands_that_write_need_a_database_even_if_the_daemon_does_not() -> No
         assert (result.returncode, result.stderr.partition(":")[0]) == (78, DSN)
 
 
-def test_probe_of_nobody_exits_1() -> None:
-    result = run("probe", **{DSN: NOBODY, "HEALTH_BIND": "127.0.0.1:1"})
+@pytest.mark.parametrize("options", [(), ("--live",)])
+def test_probe_of_nobody_exits_1(options: tuple[str, ...]) -> None:
+    result = run("probe", *options, **{DSN: NOBODY, "HEALTH_BIND": "127.0.0.1:1"})
     assert result.returncode == 1
     assert result.stdout.startswith("no answer from 127.0.0.1:1")
+
+
+def test_probe_tells_a_server_that_is_away_from_a_daemon_that_hangs(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**{DSN: NOBODY})
+    bind = daemon.url.removeprefix("http://")
+    plain, live = run("probe", HEALTH_BIND=bind), run("probe", "--live", HEALTH_BIND=bind)
+    assert (plain.returncode, plain.stdout.strip()) == (1, "status degraded, nats ok, database down")
+    assert (live.returncode, live.stdout.strip()) == (0, "ok")
 
 
 @pytest.mark.parametrize(

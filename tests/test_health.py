@@ -214,6 +214,7 @@ async def test_a_stalled_task_is_named_by_livez() -> None:
     async with serving() as served:
         for name in ("watchdog", "publisher"):
             served.status.tasks[name].starting(-1)  # any sign of life is too old
+            served.status.tasks[name].running()
         answer = await served.get("/livez")
         assert (answer.code, answer.body) == (503, b"stalled: publisher, watchdog\n")
         assert (await served.get("/healthcheck")).json()["tasks"]["watchdog"]["state"] == "stalled"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
-from armcore_trio.passes import run_pass
+from armcore_trio.passes import BatchSize, Refusal, run_pass
 from armcore_trio.supervisor import Stop
 
 PATIENCE = 10_000
@@ -45,7 +45,7 @@ class Table:
         self.done += [row for row in taken if row not in left]
         self.rows = [row for row in self.rows if row not in taken or row in left]
 
-    def note(self, job_id: UUID, refusal: WriteRefused) -> None:
+    def note(self, job_id: UUID, refusal: Refusal) -> None:
         assert refusal.sqlstate == "P0001"
         self.refused.append(job_id.int)
 
@@ -55,7 +55,7 @@ def table(rows: int, *, poison: Sequence[int] = (), leave: Sequence[int] = ()) -
 
 
 async def play(rows: Table, batch_size: int = 10, stop: Stop | None = None) -> None:
-    await run_pass(rows.attempt, batch_size=batch_size, stop=stop or Stop(), refused=rows.note)
+    await run_pass(rows.attempt, size=BatchSize(batch_size), stop=stop or Stop(), refused=rows.note)
 
 
 @pytest.mark.req("D1.3")
@@ -133,7 +133,7 @@ async def test_a_refusal_before_any_row_was_claimed_does_not_spin() -> None:
         raise WriteRefused("22003", "out of range")
 
     with pytest.raises(WriteRefused, match="out of range"):
-        await run_pass(attempt, batch_size=10, stop=Stop(), refused=lambda _, __: None)
+        await run_pass(attempt, size=BatchSize(10), stop=Stop(), refused=lambda _, __: None)
 
 
 @pytest.mark.req("R9")

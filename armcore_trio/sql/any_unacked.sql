@@ -1,4 +1,4 @@
--- Whether any published job waits too long for its ack: what claim_unacked.sql would choose from (R3).
+-- Whether any published job waits too long for its ack: a look at what claim_unacked.sql would choose from (R3).
 SELECT EXISTS (
     SELECT FROM recognition_job
     WHERE status = 'published'

@@ -1,4 +1,7 @@
-"""Drain and inbox rates against bare-loop ceilings, on embedded servers with fsync on. Prints a table; `--json` a document."""
+"""Drain and inbox rates against bare-loop ceilings, on embedded servers with fsync on. Prints a table; `--json` a document.
+
+`--scale` measures instances that share a backlog instead.
+"""
 
 import argparse
 import contextlib
@@ -22,10 +25,10 @@ from armcore_trio.publisher import Publisher
 from armcore_trio.settings import DSN, URL, Settings, load
 from armcore_trio.status import TaskStatus
 from armcore_trio.store import Store
-from armcore_trio.subscriber import Application
+from armcore_trio.subscriber import Application, Intake
 from armcore_trio.supervisor import Stop
 from armcore_trio.values import LogFormat
-from tests.bench import ceilings
+from tests.bench import ceilings, scale
 from tests.bench.workload import Row, answers, clear, insert_jobs
 
 Measure = Callable[[int], Awaitable[float]]
@@ -56,16 +59,25 @@ class Bench:
 
     async def inbox(self, jobs: int) -> float:
         """Ack and result of each published job, from received bytes to committed rows."""
-        rows = self._prepare(jobs, "published")
-        inbox = Inbox(2 * jobs)
-        for pending in answers(rows):
-            inbox.put(pending)
+        messages = list(answers(self._prepare(jobs, "published")))
+        inbox = Inbox(len(messages))
+        intake = Intake(self.settings, inbox, TaskStatus())
         application = Application(self.settings, self.store, inbox, TaskStatus())
-        async with self.store.open("bench") as connection:
+
+        async def arrive() -> None:
+            for number, message in enumerate(messages):
+                intake._take(message)
+                if number % 50 == 0:
+                    await trio.lowlevel.checkpoint()
+
+        async with self.store.open("bench") as connection, trio.open_nursery() as nursery:
             started = time.perf_counter()
-            while batch := inbox.front(self.settings.inbox_batch_size):
-                await application.apply(connection, batch)
-            return jobs / (time.perf_counter() - started)
+            nursery.start_soon(arrive)
+            while application.status.totals["applied"] < len(messages):
+                await inbox.wait_filled()
+                await application.apply(connection, inbox.front(self.settings.inbox_batch_size))
+            seconds = time.perf_counter() - started
+        return jobs / seconds
 
     async def inbox_ceiling(self, jobs: int) -> float:
         """The same by bare set-based SQL."""
@@ -87,11 +99,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=5000)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--scale", action="store_true", help="1, 2 and 4 instances sharing a backlog, instead of the ceilings")
     options = parser.parse_args()
     logs.configure(LogFormat.JSON, debug=False, secrets=[])
     with Postgres() as postgres, Nats() as nats:
         dsn = postgres.dsn()
         migrate(dsn)
+        if options.scale:
+            scale.main(dsn, nats.url, options.jobs, options.runs, as_json=options.json)
         bench = Bench(load({DSN: dsn, URL: nats.url}), dsn)
         pairs = {"drain": (bench.drain, bench.drain_ceiling), "inbox": (bench.inbox, bench.inbox_ceiling)}
         report = {name: _compare(*pair, options.jobs, options.runs) for name, pair in pairs.items()}

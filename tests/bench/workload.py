@@ -8,9 +8,6 @@ import psycopg
 from attrs import frozen
 
 from armcore_trio.bus import Received
-from armcore_trio.inbox import Pending
-
-MAX_BYTES = 262_144
 
 _INSERT = """
 WITH source AS (
@@ -52,10 +49,10 @@ def clear(connection: psycopg.Connection) -> None:
     connection.commit()
 
 
-def answers(rows: list[Row]) -> Iterator[Pending]:
+def answers(rows: list[Row]) -> Iterator[Received]:
     """An ack and a result for each job, all acks of a batch first, as a service with many workers sends them."""
     for row in rows:
-        yield _pending(row, {"status": "processing"}, None)
+        yield _received(row, {"status": "processing"}, None)
     for row in rows:
         key = f"results/{row.file_id}/{row.job_id}/result.json"
         result: dict[str, object] = {
@@ -63,10 +60,10 @@ def answers(rows: list[Row]) -> Iterator[Pending]:
             "result_s3": {"bucket": "arm-ka", "key": key},
             "metrics": {"rows": 12, "seconds": 0.5},
         }
-        yield _pending(row, result, f"result:{row.job_id}:1")
+        yield _received(row, result, f"result:{row.job_id}:1")
 
 
-def _pending(row: Row, fields: dict[str, object], msg_id: str | None) -> Pending:
+def _received(row: Row, fields: dict[str, object], msg_id: str | None) -> Received:
     service = {"name": "tabular-parser", "version": "1.0.0"}
     envelope = {"schema_version": "1.0", "job_id": str(row.job_id), "service": service, **fields}
-    return Pending(Received(json.dumps(envelope).encode(), msg_id), MAX_BYTES)
+    return Received(json.dumps(envelope).encode(), msg_id)
