@@ -224,6 +224,9 @@ class Bus:
     async def _close(self) -> None:
         with suppress(DependencyDown), trio.move_on_after(_CLOSE_SECONDS, shield=True):
             await self._call("close", _CLOSE_SECONDS, self._client.close())
+        self._drop()
+
+    def _drop(self) -> None:
         self._client.abort()
         self._end()
 
@@ -251,10 +254,15 @@ async def _connect_any(loop: asyncio.AbstractEventLoop, settings: Settings, name
     reasons = []
     for server in settings.nats_url:
         try:
-            address = await _resolve(server)
-            return await _connect_to(Bus(loop, server), settings, name, address)
+            addresses = await _resolve(server)
         except DependencyDown as down:
             reasons.append(down.reason)
+            continue
+        for address in addresses:
+            try:
+                return await _connect_to(Bus(loop, server), settings, name, address)
+            except DependencyDown as down:
+                reasons.append(down.reason)
     raise DependencyDown(Dependency.NATS, "; ".join(reasons))
 
 
@@ -262,13 +270,13 @@ async def _connect_to(bus: Bus, settings: Settings, name: str, address: str) -> 
     try:
         await bus._connect(settings, name, address)
     except BaseException:
-        await bus._close()
+        bus._drop()
         raise
     return bus
 
 
-async def _resolve(server: NatsServer) -> str:
-    """The server's address. Not left to the client, whose thread could not be abandoned if the name server is silent."""
+async def _resolve(server: NatsServer) -> list[str]:
+    """The server's addresses, best first. The client's own look-up could not be abandoned if the name server is silent."""
     look_up = partial(socket.getaddrinfo, server.host, server.port, type=socket.SOCK_STREAM)
     try:
         with trio.fail_after(CONNECT_SECONDS):
@@ -278,7 +286,7 @@ async def _resolve(server: NatsServer) -> str:
         raise DependencyDown(Dependency.NATS, f"{server}: {reason}") from None
     except (OSError, UnicodeError) as error:
         raise DependencyDown(Dependency.NATS, f"{server}: its name cannot be resolved: {error}") from None
-    return str(found[0][4][0])
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _leave_to_watch(_: asyncio.AbstractEventLoop, __: dict[str, Any]) -> None:

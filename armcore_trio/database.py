@@ -49,7 +49,8 @@ def check_dsn(dsn: str) -> list[str]:
     except psycopg.Error:
         raise ValueError("is not a PostgreSQL connection string") from None
     hosts, ports = (str(params.get(name) or "").split(",") for name in ("host", "port"))
-    if any("@" in host[1:] for host in hosts) or not all(port == "" or port.isdecimal() for port in ports):
+    name = str(params.get("dbname") or "") if "://" in dsn else ""
+    if "@" in name or any("@" in host[1:] for host in hosts) or not all(port == "" or port.isdecimal() for port in ports):
         raise ValueError("has a host or port that cannot be one: is a sign in the password not percent-encoded?")
     return [str(params[name]) for name in ("password", "sslpassword") if params.get(name)]
 

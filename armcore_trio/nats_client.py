@@ -38,6 +38,12 @@ class NatsClient(Client):
             raise nats.errors.Error("the server does not require TLS, and tls:// was asked for")
         await super()._process_info(info, initial_connection)
 
+    async def connect(self, *args: Any, **options: Any) -> None:
+        """As the client's own, which does not tell its stream that it runs over TLS: asyncio would remark on that at the end."""
+        await super().connect(*args, **options)
+        writer = self._transport._io_writer  # type: ignore[union-attr]
+        writer._protocol._over_ssl = writer.get_extra_info("ssl_object") is not None
+
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         """The one header we read, in any case and number. Whatever raised here would end the reader and leave us deaf."""
         pairs = (line.partition(b":") for line in (headers or b"").split(b"\r\n"))
@@ -77,9 +83,9 @@ class NatsClient(Client):
 
     def abort(self) -> None:
         """Drop the connection without waiting for a peer that may be frozen."""
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
+        for name in ("_io_writer", "_bare_io_writer"):
+            if writer := getattr(self._transport, name, None):
+                writer.transport.abort()
 
 
 def credentials(settings: Settings, server: NatsServer) -> dict[str, Any]:

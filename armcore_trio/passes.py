@@ -29,15 +29,22 @@ class BatchSize:
         self.now = min(self._greatest, self.now * 2)
 
 
-async def run_pass(attempt: Attempt, *, size: BatchSize, stop: Stop, refused: Callable[[UUID, Refusal], None]) -> None:
+async def run_pass(
+    attempt: Attempt,
+    *,
+    size: BatchSize,
+    stop: Stop,
+    refused: Callable[[UUID, Refusal], None],
+    skip: set[UUID] | None = None,
+) -> None:
     """Run `attempt` batch after batch until one is not full, or the stop is requested.
 
     `attempt(limit, skip, claimed)` is one transaction over at most `limit` rows not in `skip`; it puts their ids into
     `claimed`. When the database refuses what it writes, or another session holds what it needs, the rows are taken one
     by one until the guilty one is found; `refused` is told, and the others go on. The next pass tries it again. A
-    failure before anything was claimed passes, as does every other one.
+    failure before anything was claimed passes, as does every other one. `skip` is given if several runs make one pass.
     """
-    skip: set[UUID] = set()
+    skip = set() if skip is None else skip
     one_by_one = False
     while not stop.requested:
         limit = 1 if one_by_one else size.now

@@ -68,7 +68,8 @@ class Publisher:
     async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> None:
         """Publish every queued job there is, then see to the unacknowledged ones, behind which new jobs never wait."""
         publish_batch = partial(self._publish_batch, connection, bus)
-        publish = partial(run_pass, publish_batch, size=self.size, stop=stop, refused=self._log_refusal)
+        refused_once: set[UUID] = set()
+        publish = partial(run_pass, publish_batch, size=self.size, stop=stop, refused=self._log_refusal, skip=refused_once)
         await publish()
 
         async def repeat_batch(limit: int, skip: set[UUID], claimed: list[UUID]) -> None:

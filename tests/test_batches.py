@@ -16,7 +16,7 @@ from armcore_trio.passes import BatchSize, run_pass
 from armcore_trio.supervisor import Stop
 from tests.support import envelopes
 from tests.support.clock import FrozenClock
-from tests.support.database import Database, JobIds
+from tests.support.database import Database, JobIds, Row
 from tests.support.exchange import Exchange
 from tests.support.failing import failing
 from tests.support.records import Records
@@ -253,7 +253,7 @@ async def test_hopeless_jobs_are_left_alone_until_they_may_be_given_up(
         return sources
 
     monkeypatch.setattr(store, "claim_unacked", claim)
-    unacked = {"status": "published", "reply_deadline": clock.at(900)}
+    unacked: Row = {"status": "published", "reply_deadline": clock.at(900)}
     hopeless = db.insert_jobs(40, published_at=clock.at(-500), metrics={"republish_count": 3}, **unacked)
     others = db.insert_jobs(7, published_at=clock.at(-31), metrics={"republish_count": 1}, **unacked)
     before = db.jobs(hopeless)

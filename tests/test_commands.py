@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from armcore_trio import logs
 from armcore_trio.cli import main
-from armcore_trio.settings import DSN, URL, SettingsError, load
+from armcore_trio.errors import SettingsError
+from armcore_trio.settings import DSN, URL, load
 from tests.conftest import StartDaemon
 from tests.support.commands import NOBODY, run
 from tests.support.database import Database

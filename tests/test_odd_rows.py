@@ -20,33 +20,36 @@ from tests.support.service import ServiceClient
 # --- instants that are missing ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.req("R3", "S3.1")
-async def test_a_published_job_that_does_not_say_since_when_is_repeated_by_its_age(
-    clock: FrozenClock, db: Database, exchange: Exchange, service: ServiceClient
+@pytest.mark.req("R3", "R5")
+async def test_a_published_job_that_does_not_say_since_when_is_not_repeated_and_ends_by_its_deadline(
+    clock: FrozenClock, db: Database, exchange: Exchange, service: ServiceClient, log: Records
 ) -> None:
-    columns = {"status": "published", "published_at": None, "reply_deadline": clock.at(900)}
-    old, young = (db.insert_job(created_at=clock.at(-age), **columns) for age in (30, 29))
-    await exchange.publish()
-    assert [request.msg_id for request in service.heard()] == [old.msg_id]
-    row = db.job(old)
-    assert (row["status"], row["published_at"], row["metrics"]) == ("published", clock.start, {"republish_count": 1})
-    assert db.job(young)["published_at"] is None
-
-    await clock.advance(1)
-    await exchange.publish()
-    assert [request.msg_id for request in service.heard()] == [old.msg_id, young.msg_id]
-
-
-@pytest.mark.req("R3", "D3.2")
-async def test_it_ends_as_dlq_after_its_repeats_like_any_other(
-    clock: FrozenClock, db: Database, exchange: Exchange, service: ServiceClient
-) -> None:
-    job = db.insert_job(status="published", created_at=clock.at(-30), reply_deadline=clock.at(900))
-    for _ in range(4):
+    """There is no time to count from, and nobody shall wait for it for ever."""
+    job, other = db.insert_jobs(2, status="published", created_at=clock.at(-100_000))
+    db.execute("UPDATE recognition_job SET published_at = %s WHERE id = %s", clock.at(-30), other.id)
+    await exchange.expire()
+    assert {row["reply_deadline"] for row in db.jobs([job, other])} == {clock.at(900)}
+    assert sorted(log.one("watchdog.deadline_was_missing")["job_ids"]) == sorted([str(job.id), str(other.id)])
+    row = db.job(job)
+    for _ in range(5):
         await exchange.publish()
         await clock.advance(30)
-    assert db.job(job)["status"] == "dlq"
-    assert [request.msg_id for request in service.heard()] == [job.msg_id] * 3
+    assert [request.msg_id for request in service.heard()] == [other.msg_id] * 3
+    assert (db.job(job), db.job(other)["status"]) == (row, "dlq")
+
+    await clock.advance_to(900.000001)
+    await exchange.expire()
+    assert (db.job(job)["status"], db.job(job)["error_code"]) == ("timeout", "TIMEOUT")
+
+
+@pytest.mark.req("R2", "R4")
+async def test_an_ack_or_a_result_for_it_counts_as_for_any_other(
+    db: Database, exchange: Exchange, service: ServiceClient
+) -> None:
+    acked, answered = db.insert_jobs(2, status="published")
+    said = (envelopes.ack(acked), None), (envelopes.done(answered), envelopes.result_id(answered))
+    assert await exchange.outcomes(service, *said) == ["applied", "applied"]
+    assert db.statuses([acked, answered]) == ["processing", "done"]
 
 
 @pytest.mark.req("R5", "S5.1", "D1.4")
@@ -115,7 +118,7 @@ def latin_environment(latin_dsn: str, nats_server: Nats) -> dict[str, str]:
 @pytest.fixture
 def latin_db(latin_dsn: str) -> Iterator[Database]:
     """A look at it from outside."""
-    database = Database(f"{latin_dsn} client_encoding=UTF8" if "=" in latin_dsn else latin_dsn)
+    database = Database(f"{latin_dsn} client_encoding=UTF8")
     yield database
     database.close()
 
@@ -165,7 +168,7 @@ async def test_requests_from_it_are_utf_8(
     latin_db: Database, latin: Exchange, latin_environment: dict[str, str], open_service: OpenService
 ) -> None:
     service = open_service(latin_environment)
-    latin_db.insert_job(file_name="Müller–prix.xlsx".replace("–", "-"), key="dépôt/ÿ.xlsx")
+    latin_db.insert_job(file_name="Müller-prix.xlsx", key="dépôt/ÿ.xlsx")
     await latin.publish()
     (request,) = service.heard()
     assert request.document["file"]["name"] == "Müller-prix.xlsx"
