@@ -276,11 +276,14 @@ async def _connect_to(bus: Bus, settings: Settings, name: str, address: str) -> 
 
 
 async def _resolve(server: NatsServer) -> list[str]:
-    """The server's addresses, best first. The client's own look-up could not be abandoned if the name server is silent."""
+    """The server's addresses, best first. The client's own look-up could not be abandoned if the name server is silent.
+
+    Outside the shared limit on threads: look-ups that hang must not keep others from theirs.
+    """
     look_up = partial(socket.getaddrinfo, server.host, server.port, type=socket.SOCK_STREAM)
     try:
         with trio.fail_after(CONNECT_SECONDS):
-            found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True)
+            found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
     except trio.TooSlowError:
         reason = f"no answer from the name server within {CONNECT_SECONDS:g} s"
         raise DependencyDown(Dependency.NATS, f"{server}: {reason}") from None

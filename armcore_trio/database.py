@@ -134,7 +134,10 @@ async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
 async def _connect_any(params: dict[str, Any]) -> Connection:
     try:
         with trio.fail_after(CONNECT_SECONDS):
-            attempts = await trio.to_thread.run_sync(conninfo.conninfo_attempts, params, abandon_on_cancel=True)
+            # Outside the shared limit on threads: look-ups that hang must not keep others from theirs.
+            attempts = await trio.to_thread.run_sync(
+                conninfo.conninfo_attempts, params, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+            )
     except trio.TooSlowError:
         raise psycopg.OperationalError(f"no answer from the name server within {CONNECT_SECONDS:g} s") from None
     except (OSError, UnicodeError) as error:
