@@ -2,12 +2,13 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
+IMAGE ?= armcore-trio
 
 RUN = "$(VENV)/bin/python" -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check pytest format bench image test-pythons coverage-of-spec clean
+.PHONY: help demo test check pytest format bench image image-test test-pythons coverage-of-spec clean
 
 # The stamp holds what the environment was made from and is written last: one half-made, or made from something else, is
 # made anew. It is no target of make's, which takes a path with a blank for two.
@@ -29,7 +30,7 @@ endef
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
-	@echo; echo "Variables: VENV=$(VENV) PYTHON=$(PYTHON) ARGS=(options for demo, pytest and bench)"
+	@echo; echo "Variables: VENV=$(VENV) PYTHON=$(PYTHON) IMAGE=$(IMAGE) ARGS=(options for demo, pytest, bench and image)"
 
 demo: ## the whole system on servers of its own: real jobs from row to result
 	$(call install,demo)
@@ -58,8 +59,14 @@ bench: ## measure throughput and latency
 	$(call install,dev)
 	@$(RUN) tests.bench $(ARGS)
 
-image: ## build the container image armcore-trio
-	podman build --format docker -t armcore-trio .
+image: ## build the container image, named IMAGE; ARGS are options for podman build
+	podman build --format docker --tag "$(IMAGE)" \
+		--build-arg "VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" \
+		--build-arg "REVISION=$$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null || echo unknown)" $(ARGS) .
+
+image-test: ## build the image and run it with podman, against real servers
+	$(call install,dev)
+	$(RUN) pytest --capture=sys $(ARGS) tests/image/checks.py
 
 test-pythons: ## the tests on every Python 3.11 to 3.13 found on PATH or by pyenv
 	@tested=; \
