@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pip._internal.models.index import PyPI
+
 from tests.image.podman import BUILD_FLAGS, need, podman, run, tell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +50,9 @@ def build(base: str) -> str:
 
 
 def package_hosts() -> set[str]:
-    """Names that only this machine's pip configuration knows."""
+    """Names that only this machine's pip configuration knows; pip's own index is named in many a package's metadata."""
     urls = " ".join(_pip_configuration().get(option, "") for option in _PIP_OPTIONS)
-    return set(re.findall(r"//(?:[^@/\s]*@)?([^/:\s]+)", urls)) - {"pypi.org"}
+    return set(re.findall(r"//(?:[^@/\s]*@)?([^/:\s]+)", urls)) - {PyPI.netloc}
 
 
 def _is_here(image: str) -> bool:
