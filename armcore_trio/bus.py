@@ -7,6 +7,7 @@ within `2 * PING_SECONDS` even if the peer just falls silent. The owner is then 
 
 import asyncio
 import socket
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
 import trio
-import trio_asyncio
 from attrs import frozen
 from nats.aio.msg import Msg
 
@@ -22,6 +22,10 @@ from armcore_trio.errors import Dependency, DependencyDown
 from armcore_trio.nats_client import CONFLICT, MSG_ID, NatsClient, credentials, explain
 from armcore_trio.settings import Settings
 from armcore_trio.values import Endpoint, NatsServer
+
+with warnings.catch_warnings():  # it defines a child watcher, of which Python 3.12 and 3.13 announce the end
+    warnings.filterwarnings("ignore", "'AbstractChildWatcher' is deprecated", DeprecationWarning)
+    import trio_asyncio
 
 if TYPE_CHECKING:
     from nats.aio.subscription import Subscription

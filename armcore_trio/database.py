@@ -7,7 +7,7 @@ mix outages with bad data. A cancelled query leaves its connection usable or clo
 
 import select
 from collections.abc import AsyncIterator, Generator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -146,7 +146,8 @@ async def _connect_any(params: dict[str, Any]) -> Connection:
     for attempt in attempts:
         try:
             with trio.fail_after(CONNECT_SECONDS):
-                return await _run(Connection._connect_gen(conninfo.make_conninfo("", **attempt)))
+                with closing(Connection._connect_gen(conninfo.make_conninfo("", **attempt))) as connecting:
+                    return await _run(connecting)
         except trio.TooSlowError:
             failure = psycopg.OperationalError(f"no answer to connect within {CONNECT_SECONDS:g} s")
         except psycopg.OperationalError as error:
