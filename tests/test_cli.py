@@ -2,9 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from attrs import fields
@@ -12,18 +9,11 @@ from attrs import fields
 from armcore_trio.cli import main
 from armcore_trio.settings import DSN, Settings, load
 from tests.conftest import StartDaemon
+from tests.support.commands import NOBODY, ROOT, run
 
-ROOT = Path(__file__).parent.parent
-NOBODY = "host=127.0.0.1 port=1 dbname=none"
 JOB = "3f2b8a54-6c1d-4e0f-9b7a-2d5c8e1f0a63"
 SUBMIT = ("submit", "--bucket", "b", "--key", "k", "--name", "n.csv", "--pipeline", "tabular")
 PUBLIC_VARIABLES = [field.metadata["env"] for field in fields(Settings)]
-
-
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a process with these variables and no others."""
-    command = [sys.executable, "-m", "armcore_trio", *arguments]
-    return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
 
 
 @pytest.mark.parametrize("command", ["", *main.commands])
