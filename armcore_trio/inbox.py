@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 
 import trio
-from attrs import evolve
 
 from armcore_trio.bus import Message, Received
 from armcore_trio.errors import DependencyDown
@@ -24,13 +23,13 @@ CATCH_UP_SECONDS = 2.0
 class Pending:
     """A received message and what it says. Decoded on arrival, while the application waits for the database."""
 
-    __slots__ = ("content", "received", "size")
+    __slots__ = ("conflicting", "content", "msg_id", "reply", "size")
 
     def __init__(self, received: Received, max_bytes: int) -> None:
-        self.size = len(received.data) + len(received.msg_id or "") + len(received.reply or "")
         self.content: Envelope | Invalid = decode(received.data, max_bytes)
-        self.received = evolve(received, data=b"")
-        """The message less its body, which `content` stands for."""
+        """What the body says; the body itself is not kept."""
+        self.msg_id, self.reply, self.conflicting = received.msg_id, received.reply, received.conflicting
+        self.size = len(received.data) + len(received.msg_id or "") + len(received.reply or "")
 
     @property
     def job_id(self) -> str | None:

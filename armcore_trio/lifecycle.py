@@ -4,12 +4,12 @@
 of a service does to one job. Nothing here does I/O, knows a clock or a connection.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from armcore_trio.messages import Envelope, ObjectKey, Reason, ServiceStatus
 
@@ -106,16 +106,6 @@ class Job:
 
 
 @frozen
-class StoredObject:
-    """A row for `s3_object`, with the id it will have."""
-
-    key: ObjectKey
-    role: str
-    created_by: str
-    id: UUID = field(factory=uuid4)
-
-
-@frozen
 class Change:
     """All that one or more events do to one job, its file, its fact and its objects: written in one transaction or not at all.
 
@@ -136,12 +126,12 @@ class Change:
     error_message: str | None = None
     result_schema_version: str | None = None
     result_msg_id: str | None = None
-    result: StoredObject | None = None
-    raw: StoredObject | None = None
+    result: ObjectKey | None = None
+    raw: ObjectKey | None = None
 
     def after(self) -> Job:
         """The job as it will be, for the next event of the same batch."""
-        return evolve(self.job, status=self.status, result_msg_id=self.result_msg_id or self.job.result_msg_id)
+        return Job(self.job.id, self.job.file_id, self.status, self.result_msg_id or self.job.result_msg_id)
 
     def then(self, later: "Change") -> "Change":
         """Both changes as one, for two events of the same job in one batch (an ack and its result)."""
@@ -201,12 +191,10 @@ _RESULT_EVENTS = {
 }
 
 
-def receive(
-    job: Job | None, envelope: Envelope, msg_id: str | None, *, raw_bucket: str, registered: Container[ObjectKey]
-) -> Verdict:
+def receive(job: Job | None, envelope: Envelope, msg_id: str | None, *, raw_bucket: str) -> Verdict:
     """Decide what a service's valid envelope does to its job (R2, R4).
 
-    `job` is None if no such job exists; `registered` holds those of the message's object keys that already have a row.
+    `job` is None if no such job exists. Whether an object's key is taken, the database says when it is written (D4.4).
     """
     if job is None:
         return Verdict(Outcome.UNKNOWN_JOB)
@@ -217,10 +205,9 @@ def receive(
     to = TRANSITIONS.get((job.status, _RESULT_EVENTS[envelope.status]))
     if to is None:
         return Verdict(Outcome.LATE, job.status)
-    if reason := _refuse_keys(job, envelope, raw_bucket, registered):
+    if reason := _refuse_keys(job, envelope):
         return Verdict(Outcome.INVALID, reason)
     service, error = envelope.service, envelope.error
-    result = envelope.result_s3
     change = Change(
         job,
         job.status,
@@ -234,8 +221,8 @@ def receive(
         error_message=error.message if error else None,
         result_schema_version=envelope.result_schema_version,
         result_msg_id=msg_id,
-        result=StoredObject(result, "results", service.name) if result else None,
-        raw=StoredObject(ObjectKey(raw_bucket, envelope.raw_s3_key), "raw", service.name) if envelope.raw_s3_key else None,
+        result=envelope.result_s3,
+        raw=ObjectKey(raw_bucket, envelope.raw_s3_key) if envelope.raw_s3_key else None,
     )
     return Verdict(Outcome.APPLIED, change=change)
 
@@ -249,8 +236,8 @@ def _receive_ack(job: Job, envelope: Envelope) -> Verdict:
     return Verdict(Outcome.APPLIED, change=change)
 
 
-def _refuse_keys(job: Job, envelope: Envelope, raw_bucket: str, registered: Container[ObjectKey]) -> Reason | None:
-    """A service may register its own job's objects only, and each once (D4.4)."""
+def _refuse_keys(job: Job, envelope: Envelope) -> Reason | None:
+    """A service may register its own job's objects only (D4.4)."""
     raw, result = envelope.raw_s3_key, envelope.result_s3
     if raw is not None and raw != f"raw/{job.id}.json":
         return Reason.RAW_KEY
@@ -259,6 +246,4 @@ def _refuse_keys(job: Job, envelope: Envelope, raw_bucket: str, registered: Cont
         inner = result.key.removeprefix(prefix).split("/")
         if not result.key.startswith(prefix) or any(part in {"", ".", ".."} for part in inner):
             return Reason.RESULT_KEY
-    if any(key in registered for key in envelope.object_keys(raw_bucket)):
-        return Reason.KEY_TAKEN
     return None

@@ -90,11 +90,6 @@ class Envelope:
     metrics: dict[str, Any] = field(factory=dict)
     error: ServiceFailure | None = None
 
-    def object_keys(self, raw_bucket: str) -> list[ObjectKey]:
-        """The objects the message wants registered."""
-        raw = [ObjectKey(raw_bucket, self.raw_s3_key)] if self.raw_s3_key else []
-        return raw + ([self.result_s3] if self.result_s3 else [])
-
 
 @frozen
 class Invalid:
@@ -135,7 +130,7 @@ class Source:
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
 
-_converter = Converter()
+_converter = Converter(detailed_validation=False)  # the schema has said what is wrong
 _converter.register_structure_hook(UUID, lambda text, _: UUID(text))
 
 
@@ -175,7 +170,7 @@ def build_request(source: Source) -> bytes:
     }
     if problem := violation("recognition-request", request):
         raise RequestInvalid(problem)
-    return json.dumps(request, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(request).encode()
 
 
 def decode(data: bytes, max_bytes: int) -> Envelope | Invalid:
@@ -204,7 +199,7 @@ def _parse(data: bytes, max_bytes: int) -> Any:
     if _too_deep(data):
         raise _Unreadable(Reason.TOO_DEEP, f"nested more than {MAX_DEPTH} levels deep")
     try:
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
+        document = _decoder.decode(text)
     except json.JSONDecodeError as error:
         raise _Unreadable(Reason.NOT_JSON, f"{error.msg} at character {error.pos}") from None
     if "\\u" in text and not _storable(document):
@@ -249,6 +244,11 @@ def _whole(text: str) -> int:
     if len(text) > 310:  # as far as a double reaches; Python itself refuses only past 4300 digits
         raise _Unreadable(Reason.NUMBER_RANGE, f"a whole number of {len(text)} digits")
     return int(text)
+
+
+# Made once: `json.dumps` and `json.loads` with options make one for each call, which costs as much as the work itself.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
 
 
 def _storable(value: Any) -> bool:

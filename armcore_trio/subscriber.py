@@ -6,7 +6,7 @@ is decided on in order against the rows as the messages before it left them, and
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 import trio
@@ -18,7 +18,7 @@ from armcore_trio.database import QUERY_SECONDS, Connection, bounded
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.inbox import Inbox, Pending
 from armcore_trio.lifecycle import Change, Job, Outcome, Verdict, receive
-from armcore_trio.messages import Envelope, Invalid, ObjectKey, Reason
+from armcore_trio.messages import Envelope, Invalid, Reason
 from armcore_trio.passes import BatchSize
 from armcore_trio.settings import Settings
 from armcore_trio.status import TaskStatus
@@ -79,7 +79,7 @@ class Intake:
 def abandon(pending: Pending, status: TaskStatus, why: str) -> None:
     """A message that cannot be kept: its service will not be answered, and its job ends by repeat or deadline (D4.7)."""
     status.totals["abandoned"] += 1
-    _log.error("inbox.abandoned", job_id=pending.job_id, msg_id=pending.received.msg_id, error=why)
+    _log.error("inbox.abandoned", job_id=pending.job_id, msg_id=pending.msg_id, error=why)
 
 
 @frozen
@@ -123,8 +123,9 @@ class Application:
             verdicts = await self._commit(connection, batch)
         except WriteRefused as refusal:
             if len(batch) > 1:
-                for pending in batch:
-                    await self.apply(connection, [pending])
+                middle = len(batch) // 2
+                await self.apply(connection, batch[:middle])
+                await self.apply(connection, batch[middle:])
                 return
             verdicts = [_refused(refusal)]
         except DependencyDown:
@@ -139,12 +140,10 @@ class Application:
     async def _commit(self, connection: Connection, batch: Sequence[Pending]) -> list[Verdict]:
         envelopes = [pending.content for pending in batch if isinstance(pending.content, Envelope)]
         if not envelopes:
-            return decide(batch, {}, frozenset(), self.settings.s3_bucket)[0]
-        keys = {key for envelope in envelopes for key in envelope.object_keys(self.settings.s3_bucket)}
+            return decide(batch, {}, self.settings.s3_bucket)[0]
         async with bounded("apply a batch of messages"), connection.transaction():
             jobs = await store.lock_jobs(connection, {envelope.job_id for envelope in envelopes})
-            registered = await store.registered_keys(connection, keys)
-            verdicts, changes = decide(batch, jobs, registered, self.settings.s3_bucket)
+            verdicts, changes = decide(batch, jobs, self.settings.s3_bucket)
             await store.apply_changes(connection, changes)
         return verdicts
 
@@ -152,12 +151,12 @@ class Application:
         self.status.totals.update(Counter(_TOTALS.get(verdict.outcome, verdict.outcome.value) for verdict in verdicts))
         applied: dict[str, list[str]] = {}
         for pending, verdict in zip(batch, verdicts, strict=True):
-            received, content = pending.received, pending.content
-            if received.conflicting:
-                _log.warning("inbox.conflicting_msg_ids", job_id=pending.job_id, msg_id=received.msg_id)
+            content = pending.content
+            if pending.conflicting:
+                _log.warning("inbox.conflicting_msg_ids", job_id=pending.job_id, msg_id=pending.msg_id)
             if verdict.change is not None:
                 applied.setdefault(verdict.change.status, []).append(str(verdict.change.job.id))
-                if received.msg_id is None and not verdict.change.acked:
+                if pending.msg_id is None and not verdict.change.acked:
                     _log.warning("inbox.missing_msg_id", job_id=pending.job_id)
             else:
                 detail = content.detail if isinstance(content, Invalid) else None
@@ -165,7 +164,7 @@ class Application:
                 log(
                     f"inbox.{verdict.outcome}",
                     job_id=pending.job_id,
-                    msg_id=received.msg_id,
+                    msg_id=pending.msg_id,
                     status=None if isinstance(content, Invalid) else content.status,
                     reason=verdict.reason,
                     **({"error": detail} if detail else {}),
@@ -176,9 +175,9 @@ class Application:
     async def _answer(self, batch: Sequence[Pending], verdicts: Sequence[Verdict]) -> None:
         """Tell those who asked, after the commit (D4.8). An answer that cannot be sent is a warning: the commit stands."""
         answers = [
-            Message(pending.received.reply, _answer(pending, verdict))
+            Message(pending.reply, _answer(pending, verdict))
             for pending, verdict in zip(batch, verdicts, strict=True)
-            if pending.received.reply
+            if pending.reply
         ]
         if not answers:
             return
@@ -190,9 +189,7 @@ class Application:
             _log.warning("inbox.answers_unsent", count=len(answers), error=str(down))
 
 
-def decide(
-    batch: Sequence[Pending], jobs: Mapping[UUID, Job], registered: Set[ObjectKey], raw_bucket: str
-) -> tuple[list[Verdict], list[Change]]:
+def decide(batch: Sequence[Pending], jobs: Mapping[UUID, Job], raw_bucket: str) -> tuple[list[Verdict], list[Change]]:
     """What each message does, in order, to the jobs as the messages before it left them. Pure.
 
     Returns a verdict for each message and one change for each job that changes.
@@ -205,7 +202,7 @@ def decide(
         if isinstance(content, Invalid):
             verdicts.append(Verdict(Outcome.INVALID, content.reason))
             continue
-        verdict = receive(now.get(content.job_id), content, pending.received.msg_id, raw_bucket=raw_bucket, registered=registered)
+        verdict = receive(now.get(content.job_id), content, pending.msg_id, raw_bucket=raw_bucket)
         verdicts.append(verdict)
         if change := verdict.change:
             job_id = change.job.id

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -26,7 +25,6 @@ from armcore_trio.lifecycle import (
     Job,
     Outcome,
     Status,
-    StoredObject,
     Transition,
     UnackedAction,
     Verdict,
@@ -81,8 +79,8 @@ def envelope(status: ServiceStatus, **fields: Any) -> Envelope:
     return Envelope(JOB, status, Service("tabular-parser", "2.3.1"), **fields)
 
 
-def arrive(job: Job | None, message: Envelope, msg_id: str | None = "result:1", registered: Iterable[ObjectKey] = ()) -> Verdict:
-    return receive(job, message, msg_id, raw_bucket=RAW_BUCKET, registered=frozenset(registered))
+def arrive(job: Job | None, message: Envelope, msg_id: str | None = "result:1") -> Verdict:
+    return receive(job, message, msg_id, raw_bucket=RAW_BUCKET)
 
 
 def job_in(status: Status, result_msg_id: str | None = None) -> Job:
@@ -219,8 +217,6 @@ def test_a_result(status: Status) -> None:
     )
     change = arrive(job_in(status), message).change
     assert change is not None
-    assert change.result is not None
-    assert change.raw is not None
     assert change == Change(
         job_in(status),
         status,
@@ -231,12 +227,9 @@ def test_a_result(status: Status) -> None:
         metrics={"rows": 5},
         result_schema_version="1.2",
         result_msg_id="result:1",
-        result=StoredObject(
-            ObjectKey("results-bucket", f"results/{FILE}/{JOB}/result.json"), "results", "tabular-parser", change.result.id
-        ),
-        raw=StoredObject(ObjectKey(RAW_BUCKET, raw_key), "raw", "tabular-parser", change.raw.id),
+        result=ObjectKey("results-bucket", f"results/{FILE}/{JOB}/result.json"),
+        raw=ObjectKey(RAW_BUCKET, raw_key),
     )
-    assert change.result.id != change.raw.id
     assert change.after() == job_in(Status.DONE, "result:1")
 
 
@@ -305,17 +298,6 @@ def test_below_its_prefix_a_service_is_free(name: str) -> None:
     assert arrive(job_in(Status.PROCESSING), message).outcome is Outcome.APPLIED
 
 
-@pytest.mark.req("D4.4")
-def test_a_registered_key_is_refused() -> None:
-    message = envelope(ServiceStatus.DONE, raw_s3_key=f"raw/{JOB}.json")
-    keys = message.object_keys(RAW_BUCKET)
-    assert len(keys) == 2
-    for key in keys:
-        assert arrive(job_in(Status.PROCESSING), message, registered=[key]) == Verdict(Outcome.INVALID, Reason.KEY_TAKEN)
-        elsewhere = ObjectKey("elsewhere", key.key)
-        assert arrive(job_in(Status.PROCESSING), message, registered=[elsewhere]).outcome is Outcome.APPLIED
-
-
 @pytest.mark.req("D4.4", "S4.4")
 def test_late_comes_before_invalid() -> None:
     message = envelope(ServiceStatus.DONE, raw_s3_key="raw/x.json")
@@ -349,9 +331,7 @@ class Row:
             self.columns[name] = getattr(change, name) or self.columns.get(name)
         for name in ("error_code", "error_message", "result_schema_version"):
             self.columns[name] = getattr(change, name)
-        self.columns["objects"] = [
-            (stored.key, stored.role, stored.created_by) for stored in (change.result, change.raw) if stored
-        ]
+        self.columns["objects"] = (change.result, change.raw)
         if change.file is not None:
             self.file = (change.file, change.error_code if change.file is FileStatus.ERROR else None)
         if change.fact is not None:
@@ -421,10 +401,10 @@ class Exchange(RuleBasedStateMachine):
             metrics={"republish_count": 99, "rows": 1},
         )
         message = attrs.evolve(message, job_id=row.job.id)
-        verdict = receive(row.job, message, msg_id, raw_bucket=RAW_BUCKET, registered=self.registered)
+        verdict = receive(row.job, message, msg_id, raw_bucket=RAW_BUCKET)
         assert (verdict.outcome is Outcome.APPLIED) == (verdict.change is not None)
         if verdict.change:
-            stored = [one.key for one in (verdict.change.result, verdict.change.raw) if one]
+            stored = [key for key in (verdict.change.result, verdict.change.raw) if key]
             assert not self.registered & set(stored)
             self.registered.update(stored)
         self.write(row, verdict.change)
@@ -502,7 +482,7 @@ def pending(draw: st.DrawFn) -> Pending:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Pending], list[Job], set[ObjectKey]]:
+def batches(draw: st.DrawFn) -> tuple[list[Pending], list[Job]]:
     messages = [pending(draw) for _ in range(draw(st.integers(0, 8)))]
     jobs = [
         Job(UUID(int=number), FILE, status, "result:3" if status in FINAL and draw(st.booleans()) else None)
@@ -510,30 +490,28 @@ def batches(draw: st.DrawFn) -> tuple[list[Pending], list[Job], set[ObjectKey]]:
             draw(st.lists(st.sampled_from([*Status, *[Status.PUBLISHED] * 4]), min_size=2, max_size=2)), 1
         )
     ]
-    taken = {ObjectKey(RAW_BUCKET, f"results/{FILE}/{UUID(int=1)}/x")} if draw(st.integers(0, 4)) == 0 else set()
-    return messages, jobs, taken
+    return messages, jobs
 
 
 @pytest.mark.req("R4", "D4.9", "S4.2", "B42")
 @RELAXED
 @given(batches())
-def test_a_batch_is_the_same_as_one_message_after_the_other(batch: tuple[list[Pending], list[Job], set[ObjectKey]]) -> None:
-    messages, jobs, taken = batch
+def test_a_batch_is_the_same_as_one_message_after_the_other(batch: tuple[list[Pending], list[Job]]) -> None:
+    messages, jobs = batch
     together, singly = {job.id: Row(job) for job in jobs}, {job.id: Row(job) for job in jobs}
 
-    verdicts, changes = decide(messages, {job.id: job for job in jobs}, taken, RAW_BUCKET)
+    verdicts, changes = decide(messages, {job.id: job for job in jobs}, RAW_BUCKET)
     assert len({change.job.id for change in changes}) == len(changes)
     for change in changes:
         assert change.job.status == change.expected or change.expected == together[change.job.id].job.status
         together[change.job.id].write(change)
 
-    registered, one_by_one = set(taken), []
+    one_by_one = []
     for message in messages:
-        (verdict,), written = decide([message], {key: row.job for key, row in singly.items()}, registered, RAW_BUCKET)
+        (verdict,), written = decide([message], {key: row.job for key, row in singly.items()}, RAW_BUCKET)
         one_by_one.append((verdict.outcome, verdict.reason))
         for change in written:
             singly[change.job.id].write(change)
-            registered.update(stored.key for stored in (change.result, change.raw) if stored)
 
     assert [(verdict.outcome, verdict.reason) for verdict in verdicts] == one_by_one
     assert together == singly
@@ -563,7 +541,7 @@ def test_an_ack_and_its_result_in_one_batch_make_one_change(
     messages = [
         Pending(Received(json.dumps(document).encode(), "result:1"), 262_144) for document in (ACK, ACK | result, ACK | result)
     ]
-    verdicts, (change,) = decide(messages, {JOB: job_in(Status.PUBLISHED)}, frozenset(), RAW_BUCKET)
+    verdicts, (change,) = decide(messages, {JOB: job_in(Status.PUBLISHED)}, RAW_BUCKET)
     assert [verdict.outcome for verdict in verdicts] == [Outcome.APPLIED, Outcome.APPLIED, Outcome.DUPLICATE]
     assert (change.expected, change.status, change.acked) == (Status.PUBLISHED, status, True)
     assert (change.file, change.fact, change.result_msg_id) == (file, fact, "result:1")

@@ -17,7 +17,7 @@ from armcore_trio import store
 from armcore_trio.database import Connection, connect
 from armcore_trio.embedded import Postgres
 from armcore_trio.lifecycle import Event, Job, Outcome, Status, advance, receive
-from armcore_trio.messages import Envelope, ObjectKey, decode
+from armcore_trio.messages import Envelope, decode
 from armcore_trio.store import Sent
 from tests.support import envelopes
 from tests.support.database import JobIds
@@ -288,25 +288,11 @@ async def test_a_batch_locks_its_jobs_by_their_keys(history: str, mode: str, cou
         check(plan, "recognition_job_pkey", rows=count + unknown, buffers_each=8)
 
 
-@pytest.mark.req("D4.4")
-@modes
-@pytest.mark.parametrize("count", [1, 1_000])
-async def test_registered_keys_are_found_by_their_index(history: str, mode: str, count: int) -> None:
-    async with explaining(history, mode) as (connection, plans):
-        known = [ObjectKey("arm-ka", "source/5"), ObjectKey("arm-ka", "source/77")]
-        keys = known + [ObjectKey("arm-ka", f"results/{uuid4()}/{number}") for number in range(count)]
-        assert await store.registered_keys(connection, keys) == frozenset(known)
-        (plan,) = plans
-        check(plan, "s3_object_bucket_key_key", rows=count + 2, buffers_each=8)
-
-
 def _done(job_id: UUID, file_id: UUID) -> Any:
     ids = JobIds(job_id, file_id)
     envelope = decode(json.dumps(envelopes.done(ids, raw_s3_key=ids.raw_key)).encode(), 262_144)
     assert isinstance(envelope, Envelope)
-    verdict = receive(
-        Job(job_id, file_id, Status.PROCESSING), envelope, envelopes.result_id(ids), raw_bucket="arm-ka", registered=set()
-    )
+    verdict = receive(Job(job_id, file_id, Status.PROCESSING), envelope, envelopes.result_id(ids), raw_bucket="arm-ka")
     assert verdict.outcome is Outcome.APPLIED
     return verdict.change
 

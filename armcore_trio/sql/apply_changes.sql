@@ -1,15 +1,18 @@
 -- Everything a batch of events changes, in one statement: objects, jobs, their files and failure facts (R2-R5, D4.10).
 -- A row whose status is no longer the expected one is left alone, and so are its file and fact; the caller counts.
 WITH change AS MATERIALIZED (
-    SELECT * FROM json_to_recordset(%(changes)s::json) AS (
+    SELECT *, CASE WHEN result_key IS NOT NULL THEN gen_random_uuid() END AS result_id,
+           CASE WHEN raw_key IS NOT NULL THEN gen_random_uuid() END AS raw_id
+    FROM json_to_recordset(%(changes)s::json) AS (
         job_id uuid, expected text, status text, file_status text, fact text, acked boolean, final boolean,
         service_name text, service_version text, metrics jsonb, error_code text, error_message text,
-        result_schema_version text, result_msg_id text, result_s3_object_id uuid, raw_s3_object_id uuid
+        result_schema_version text, result_msg_id text, result_bucket text, result_key text, raw_bucket text, raw_key text
     )
 ), object AS (
     INSERT INTO s3_object (id, bucket, key, bucket_role, created_by, created_at)
-    SELECT id, bucket, key, bucket_role, created_by, now()
-    FROM json_to_recordset(%(objects)s::json) AS (id uuid, bucket text, key text, bucket_role text, created_by text)
+    SELECT result_id, result_bucket, result_key, 'results', service_name, now() FROM change WHERE result_key IS NOT NULL
+    UNION ALL
+    SELECT raw_id, raw_bucket, raw_key, 'raw', service_name, now() FROM change WHERE raw_key IS NOT NULL
 ), job AS (
     UPDATE recognition_job AS job
     SET status = change.status,
@@ -25,8 +28,8 @@ WITH change AS MATERIALIZED (
         error_message = change.error_message,
         result_schema_version = change.result_schema_version,
         result_msg_id = change.result_msg_id,
-        result_s3_object_id = change.result_s3_object_id,
-        raw_s3_object_id = change.raw_s3_object_id
+        result_s3_object_id = change.result_id,
+        raw_s3_object_id = change.raw_id
     FROM change
     WHERE job.id = change.job_id AND job.status = change.expected
     RETURNING job.id, job.file_id, job.pipeline, job.service_name, change.error_code, change.error_message,

@@ -2,7 +2,7 @@
 -- partial index of the backlog, and the whole backlog would be read to mark one batch.
 WITH sent AS MATERIALIZED (
     SELECT id, msg_id, subject, 'queued' AS expected
-    FROM unnest(%(ids)s::uuid[], %(msg_ids)s::text[], %(subjects)s::text[]) AS sent (id, msg_id, subject)
+    FROM json_to_recordset(%(sent)s::json) AS (id uuid, msg_id text, subject text)
 )
 UPDATE recognition_job AS job
 SET status = 'published',

@@ -2,7 +2,7 @@
 -- expected status comes as a column.
 WITH sent AS MATERIALIZED (
     SELECT id, republish_count, 'published' AS expected
-    FROM unnest(%(ids)s::uuid[], %(republish_counts)s::integer[]) AS sent (id, republish_count)
+    FROM json_to_recordset(%(sent)s::json) AS (id uuid, republish_count integer)
 )
 UPDATE recognition_job AS job
 SET published_at = now(),
