@@ -47,7 +47,7 @@ class Inbox:
         self._max_messages, self._max_bytes = max_messages, max_bytes
         self._pending: deque[Pending] = deque()
         self._bytes = 0
-        self._changed = trio.Event()
+        self._changed: trio.Event | None = None
         self._open = False
         self._busy = False
         self.answer: Answer | None = None
@@ -110,12 +110,12 @@ class Inbox:
     async def wait_filled(self) -> None:
         """Return once there is a message."""
         while not self._pending:
-            await self._changed.wait()
+            await self._change()
 
     async def wait_settled(self) -> None:
         """Return once nothing more can arrive and everything that did has been dealt with and answered."""
         while self._open or self._pending or self._busy:
-            await self._changed.wait()
+            await self._change()
 
     async def caught_up(self) -> bool:
         """Wait, for `CATCH_UP_SECONDS` at most, until whatever had been sent to us by now has been applied.
@@ -128,10 +128,16 @@ class Inbox:
                 await self.hear()
                 entered = self._entered
                 while self._left < entered:
-                    await self._changed.wait()
+                    await self._change()
                 return True
         return False
 
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = trio.Event()
+        await self._changed.wait()
+
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

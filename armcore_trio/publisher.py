@@ -160,14 +160,15 @@ class Publisher:
                 subject = self.settings.request_subjects.get(source.pipeline)
                 if subject is None:
                     raise RequestInvalid(f"unknown pipeline {source.pipeline!r}")
-                message = Message(subject, build_request(source), f"{source.job_id}:{source.attempt}")
-                if message.size > bus.max_payload:
-                    raise RequestInvalid(f"the request has {message.size} bytes, the NATS server takes {bus.max_payload}")
+                msg_id = f"{source.job_id}:{source.attempt}"
+                message = Message(subject, build_request(source), msg_id)
+                if (size := message.size) > bus.max_payload:
+                    raise RequestInvalid(f"the request has {size} bytes, the NATS server takes {bus.max_payload}")
             except RequestInvalid as problem:
                 built.unbuildable.append(_advance(source, status, Event.UNBUILDABLE, str(problem)))
                 continue
             built.messages.append(message)
-            built.sent.append(Sent(source.job_id, str(message.msg_id), subject, source.republish_count + 1))
+            built.sent.append(Sent(source.job_id, msg_id, subject, source.republish_count + 1))
         return built
 
     def _report(self, event: str, total: str, built: _Built) -> None:

@@ -43,7 +43,7 @@ _LOCK_FOR_RETRY = _load("lock_for_retry")
 _LATEST_ATTEMPT = _load("latest_attempt")
 
 
-def _array(ids: Iterable[UUID]) -> str:
+def _array(ids: Iterable[UUID | str]) -> str:
     """A `uuid[]`, for which psycopg takes a dozen times as long."""
     return "{" + ",".join(map(str, ids)) + "}"
 
@@ -168,11 +168,12 @@ async def mark_republished(connection: Connection, sent: Sequence[Sent], *, repl
 
 
 async def _mark(connection: Connection, query: LiteralString, sent: Sequence[Sent], reply_timeout_seconds: float) -> None:
+    ids = [str(one.job_id) for one in sent]
     rows = [
-        {"id": str(one.job_id), "msg_id": one.msg_id, "subject": one.subject, "republish_count": one.republish_count}
-        for one in sent
+        {"id": job_id, "msg_id": one.msg_id, "subject": one.subject, "republish_count": one.republish_count}
+        for job_id, one in zip(ids, sent, strict=True)
     ]
-    params = {"ids": _array(one.job_id for one in sent), "sent": json.dumps(rows), "reply_timeout": reply_timeout_seconds}
+    params = {"ids": _array(ids), "sent": json.dumps(rows), "reply_timeout": reply_timeout_seconds}
     _expect(len(sent), (await connection.execute(query, params)).rowcount)
 
 
