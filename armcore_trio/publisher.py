@@ -21,7 +21,7 @@ from armcore_trio.messages import RequestInvalid, Source, build_request
 from armcore_trio.passes import BatchSize, Refusal, run_pass
 from armcore_trio.settings import Settings
 from armcore_trio.status import TaskStatus
-from armcore_trio.store import Sent, Store
+from armcore_trio.store import Store
 from armcore_trio.supervisor import Stop
 
 _log = logs.get(task="publisher")
@@ -35,7 +35,8 @@ class _Built:
     """A claimed batch, split into what can be sent and what can never be."""
 
     messages: list[Message]
-    sent: list[Sent]
+    sources: list[Source]
+    """What the messages were built from."""
     unbuildable: list[Change]
 
 
@@ -95,7 +96,8 @@ class Publisher:
             claimed += [source.job_id for source in sources]
             taken.extend(claimed)
             built = self._build(sources, bus, Status.QUEUED)
-            await store.mark_published(connection, built.sent, reply_timeout_seconds=reply_timeout_seconds)
+            ids, subjects = [source.job_id for source in built.sources], self.settings.request_subjects
+            await store.mark_published(connection, ids, subjects=subjects, reply_timeout_seconds=reply_timeout_seconds)
             await store.apply_changes(connection, built.unbuildable)
             await bus.publish_batch(built.messages)
         self._report("outbox.published", "published", built)
@@ -122,7 +124,8 @@ class Publisher:
             taken.extend(source.job_id for source in repeats)
             built = self._build(repeats, bus, Status.PUBLISHED)
             dead = [self._dead_letter(source) for source in hopeless]
-            await store.mark_republished(connection, built.sent, reply_timeout_seconds=settings.reply_timeout_seconds)
+            counts = {source.job_id: source.republish_count + 1 for source in built.sources}
+            await store.mark_republished(connection, counts, reply_timeout_seconds=settings.reply_timeout_seconds)
             await store.apply_changes(connection, built.unbuildable + dead)
             await bus.publish_batch(built.messages)  # even if empty: nothing is counted over a dead connection (D3.1)
         self._report("outbox.republished", "republished", built)
@@ -154,29 +157,28 @@ class Publisher:
         return _advance(source, Status.PUBLISHED, Event.UNACKED, waited)
 
     def _build(self, sources: Sequence[Source], bus: Bus, status: Status) -> _Built:
-        built = _Built([], [], [])
+        built, subjects = _Built([], [], []), self.settings.request_subjects
         for source in sources:
             try:
-                subject = self.settings.request_subjects.get(source.pipeline)
+                subject = subjects.get(source.pipeline)
                 if subject is None:
                     raise RequestInvalid(f"unknown pipeline {source.pipeline!r}")
-                msg_id = f"{source.job_id}:{source.attempt}"
-                message = Message(subject, build_request(source), msg_id)
+                message = Message(subject, build_request(source), f"{source.job_id}:{source.attempt}")
                 if (size := message.size) > bus.max_payload:
                     raise RequestInvalid(f"the request has {size} bytes, the NATS server takes {bus.max_payload}")
             except RequestInvalid as problem:
                 built.unbuildable.append(_advance(source, status, Event.UNBUILDABLE, str(problem)))
                 continue
             built.messages.append(message)
-            built.sent.append(Sent(source.job_id, msg_id, subject, source.republish_count + 1))
+            built.sources.append(source)
         return built
 
     def _report(self, event: str, total: str, built: _Built) -> None:
         """Say, after the commit, what it made true."""
-        self.status.totals["confirmed"] += len(built.sent)
-        if built.sent:
-            self.status.totals[total] += len(built.sent)
-            _log.info(event, count=len(built.sent), job_ids=[str(one.job_id) for one in built.sent])
+        self.status.totals["confirmed"] += len(built.sources)
+        if built.sources:
+            self.status.totals[total] += len(built.sources)
+            _log.info(event, count=len(built.sources), job_ids=[str(source.job_id) for source in built.sources])
         for change in built.unbuildable:
             self.status.totals["refused"] += 1
             _log.warning("outbox.refused", job_id=str(change.job.id), error_code=change.error_code, error=change.error_message)

@@ -5,7 +5,7 @@ only onto the status it was decided on, and the rows are counted: `WriteRefused`
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, LiteralString
 from uuid import UUID
@@ -43,9 +43,9 @@ _LOCK_FOR_RETRY = _load("lock_for_retry")
 _LATEST_ATTEMPT = _load("latest_attempt")
 
 
-def _array(ids: Iterable[UUID | str]) -> str:
-    """A `uuid[]`, for which psycopg takes a dozen times as long."""
-    return "{" + ",".join(map(str, ids)) + "}"
+def _array(values: Iterable[UUID | int]) -> str:
+    """An array, for which psycopg takes a dozen times as long."""
+    return "{" + ",".join(map(str, values)) + "}"
 
 
 async def check_schema(connection: Connection) -> None:
@@ -147,34 +147,18 @@ async def claim_expired(connection: Connection, *, limit: int, skip: Collection[
     return [Job(job_id, file_id, Status(status)) for job_id, file_id, status in await cursor.fetchall()]
 
 
-@frozen
-class Sent:
-    """A request the server has confirmed."""
-
-    job_id: UUID
-    msg_id: str
-    subject: str
-    republish_count: int
+async def mark_published(
+    connection: Connection, ids: Sequence[UUID], *, subjects: Mapping[str, str], reply_timeout_seconds: float
+) -> None:
+    """Queued jobs become published, each on its pipeline's subject (R1)."""
+    params = {"ids": _array(ids), "subjects": json.dumps(subjects), "reply_timeout": reply_timeout_seconds}
+    _expect(len(ids), (await connection.execute(_MARK_PUBLISHED, params)).rowcount)
 
 
-async def mark_published(connection: Connection, sent: Sequence[Sent], *, reply_timeout_seconds: float) -> None:
-    """Queued jobs become published (R1)."""
-    await _mark(connection, _MARK_PUBLISHED, sent, reply_timeout_seconds)
-
-
-async def mark_republished(connection: Connection, sent: Sequence[Sent], *, reply_timeout_seconds: float) -> None:
-    """Published jobs were sent once more (R3)."""
-    await _mark(connection, _MARK_REPUBLISHED, sent, reply_timeout_seconds)
-
-
-async def _mark(connection: Connection, query: LiteralString, sent: Sequence[Sent], reply_timeout_seconds: float) -> None:
-    ids = [str(one.job_id) for one in sent]
-    rows = [
-        {"id": job_id, "msg_id": one.msg_id, "subject": one.subject, "republish_count": one.republish_count}
-        for job_id, one in zip(ids, sent, strict=True)
-    ]
-    params = {"ids": _array(ids), "sent": json.dumps(rows), "reply_timeout": reply_timeout_seconds}
-    _expect(len(sent), (await connection.execute(query, params)).rowcount)
+async def mark_republished(connection: Connection, counts: Mapping[UUID, int], *, reply_timeout_seconds: float) -> None:
+    """Published jobs were sent once more; `counts` tells how often by now (R3)."""
+    params = {"ids": _array(counts), "counts": _array(counts.values()), "reply_timeout": reply_timeout_seconds}
+    _expect(len(counts), (await connection.execute(_MARK_REPUBLISHED, params)).rowcount)
 
 
 async def lock_jobs(connection: Connection, ids: Iterable[UUID]) -> dict[UUID, Job]:

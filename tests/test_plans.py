@@ -18,7 +18,6 @@ from armcore_trio.database import Connection, connect
 from armcore_trio.embedded import Postgres
 from armcore_trio.lifecycle import Event, Job, Outcome, Status, advance, receive
 from armcore_trio.messages import Envelope, decode
-from armcore_trio.store import Sent
 from tests.support import envelopes
 from tests.support.database import JobIds
 from tests.support.servers import fresh_database
@@ -262,6 +261,15 @@ async def test_a_claim_beside_an_old_snapshot_reads_its_partial_index(
             check(plan, index, rows=3 * ACTIVE + 6 * churn, buffers_each=14)
 
 
+async def _mark_published(connection: Connection, ids: list[UUID]) -> None:
+    subjects = {"tabular": "files.tabular_uploaded", "image": "files.image_uploaded"}
+    await store.mark_published(connection, ids, subjects=subjects, reply_timeout_seconds=900.0)
+
+
+async def _mark_republished(connection: Connection, ids: list[UUID]) -> None:
+    await store.mark_republished(connection, dict.fromkeys(ids, 1), reply_timeout_seconds=900.0)
+
+
 @pytest.mark.req("R1", "R3")
 @modes
 @pytest.mark.parametrize("status", ["queued", "published"])
@@ -269,9 +277,7 @@ async def test_a_claim_beside_an_old_snapshot_reads_its_partial_index(
 async def test_marking_what_was_sent_finds_it_by_its_key(history: str, mode: str, status: str, count: int) -> None:
     async with explaining(history, mode) as (connection, plans):
         ids = [job_id for job_id, _ in await active(connection, status)][:count]
-        sent = [Sent(job_id, f"{job_id}:1", "files.tabular_uploaded", 1) for job_id in ids]
-        mark = store.mark_published if status == "queued" else store.mark_republished
-        await mark(connection, sent, reply_timeout_seconds=900.0)
+        await (_mark_published if status == "queued" else _mark_republished)(connection, ids)
         (plan,) = plans
         check(plan, rows=count, buffers_each=60)
 
@@ -320,21 +326,20 @@ async def test_a_batch_of_changes_finds_its_rows_by_their_keys(
 @pytest.mark.parametrize(
     ("claim", "index", "mark"),
     [
-        (_queued, "recognition_job_queued_idx", store.mark_published),
-        (_unacked, "recognition_job_unacked_idx", store.mark_republished),
+        (_queued, "recognition_job_queued_idx", _mark_published),
+        (_unacked, "recognition_job_unacked_idx", _mark_republished),
     ],
     ids=["queued", "unacked"],
 )
 async def test_a_batch_of_a_long_backlog_costs_no_more_than_itself(
-    backlog: str, mode: str, claim: Claim, index: str, mark: Callable[..., Awaitable[None]]
+    backlog: str, mode: str, claim: Claim, index: str, mark: Callable[[Connection, list[UUID]], Awaitable[None]]
 ) -> None:
     """Else a backlog would take time by its square."""
     batch = 500
     async with explaining(backlog, mode) as (connection, plans):
         sources = await claim(connection, batch, [])
         assert len(sources) == batch
-        sent = [Sent(source.job_id, f"{source.job_id}:1", "files.tabular_uploaded", 1) for source in sources]
-        await mark(connection, sent, reply_timeout_seconds=900.0)
+        await mark(connection, [source.job_id for source in sources])
         claimed, marked = plans
         check(claimed, index, rows=batch, buffers_each=14)
         check(marked, rows=batch, buffers_each=30)

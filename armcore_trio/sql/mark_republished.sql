@@ -1,8 +1,8 @@
--- The server has confirmed these repeats (R3). Whatever else stands in metrics is left alone. As in mark_published.sql, the
+-- These repeats are about to go out (R3). Whatever else stands in metrics is left alone. As in mark_published.sql, the
 -- expected status comes as a column.
 WITH sent AS MATERIALIZED (
     SELECT id, republish_count, 'published' AS expected
-    FROM json_to_recordset(%(sent)s::json) AS (id uuid, republish_count integer)
+    FROM unnest(%(ids)s::uuid[], %(counts)s::integer[]) AS sent (id, republish_count)
 )
 UPDATE recognition_job AS job
 SET published_at = now(),
