@@ -7,6 +7,7 @@ only onto the status it was decided on, and the rows are counted: `WriteRefused`
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from operator import attrgetter
 from typing import Any, LiteralString
 from uuid import UUID
 
@@ -172,33 +173,37 @@ async def apply_changes(connection: Connection, changes: Sequence[Change]) -> No
     """Write changes with their objects, files and facts; one change per job. One statement, all or nothing."""
     if not changes:
         return
-    cursor = await connection.execute(_APPLY_CHANGES, {"changes": json.dumps([_row(change) for change in changes])})
+    effects: dict[tuple[Any, ...], int] = {}
+    rows = [_row(change, effects.setdefault(_effect(change), len(effects))) for change in changes]
+    numbered = [{"number": number, "final": effect[0] in FINAL, **_named(effect)} for effect, number in effects.items()]
+    cursor = await connection.execute(_APPLY_CHANGES, {"changes": json.dumps(rows), "effects": json.dumps(numbered)})
     _expect(len(changes), (await cursor.fetchall())[0][0])
 
 
-def _row(change: Change) -> dict[str, Any]:
-    """What `apply_changes.sql` reads; what is absent is NULL there."""
-    row = {
-        "job_id": str(change.job.id),
-        "expected": change.expected,
-        "status": change.status,
-        "file_status": change.file,
-        "fact": change.fact,
-        "acked": change.acked or None,
-        "final": change.status in FINAL or None,
-        "service_name": change.service_name,
-        "service_version": change.service_version,
-        "metrics": change.metrics,
-        "error_code": change.error_code,
-        "error_message": change.error_message,
-        "result_schema_version": change.result_schema_version,
-        "result_msg_id": change.result_msg_id,
-    }
-    if change.result:
+# What changes have in common: a batch of hundreds has a few of these, so each is written once and referred to by number.
+_EFFECT = (
+    "status", "expected", "file", "fact", "acked", "service_name", "service_version", "error_code", "error_message",
+    "result_schema_version",
+)  # fmt: skip
+_effect = attrgetter(*_EFFECT)
+
+
+def _named(effect: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(_EFFECT, effect, strict=True))
+
+
+def _row(change: Change, effect: int) -> dict[str, Any]:
+    """What is a change's own, as `apply_changes.sql` reads it; what is absent is NULL there."""
+    row: dict[str, Any] = {"job_id": str(change.job.id), "effect": effect}
+    if change.metrics is not None:
+        row["metrics"] = change.metrics
+    if change.result_msg_id is not None:
+        row["result_msg_id"] = change.result_msg_id
+    if change.result is not None:
         row |= {"result_bucket": change.result.bucket, "result_key": change.result.key}
-    if change.raw:
+    if change.raw is not None:
         row |= {"raw_bucket": change.raw.bucket, "raw_key": change.raw.key}
-    return {name: value for name, value in row.items() if value is not None}
+    return row
 
 
 def _expect(expected: int, written: int) -> None:

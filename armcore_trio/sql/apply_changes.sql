@@ -1,13 +1,17 @@
 -- Everything a batch of events changes, in one statement: objects, jobs, their files and failure facts (R2-R5, D4.10).
 -- A row whose status is no longer the expected one is left alone, and so are its file and fact; the caller counts.
 WITH change AS MATERIALIZED (
-    SELECT *, CASE WHEN result_key IS NOT NULL THEN gen_random_uuid() END AS result_id,
+    SELECT *,
+           CASE WHEN result_key IS NOT NULL THEN gen_random_uuid() END AS result_id,
            CASE WHEN raw_key IS NOT NULL THEN gen_random_uuid() END AS raw_id
-    FROM json_to_recordset(%(changes)s::json) AS (
-        job_id uuid, expected text, status text, file_status text, fact text, acked boolean, final boolean,
-        service_name text, service_version text, metrics jsonb, error_code text, error_message text,
-        result_schema_version text, result_msg_id text, result_bucket text, result_key text, raw_bucket text, raw_key text
+    FROM json_to_recordset(%(changes)s::json) AS one (
+        job_id uuid, effect integer, metrics jsonb, result_msg_id text, result_bucket text, result_key text,
+        raw_bucket text, raw_key text
     )
+    JOIN json_to_recordset(%(effects)s::json) AS effect (
+        number integer, status text, expected text, file text, fact text, acked boolean, final boolean, service_name text,
+        service_version text, error_code text, error_message text, result_schema_version text
+    ) ON effect.number = one.effect
 ), object AS (
     INSERT INTO s3_object (id, bucket, key, bucket_role, created_by, created_at)
     SELECT result_id, result_bucket, result_key, 'results', service_name, now() FROM change WHERE result_key IS NOT NULL
@@ -33,7 +37,7 @@ WITH change AS MATERIALIZED (
     FROM change
     WHERE job.id = change.job_id AND job.status = change.expected
     RETURNING job.id, job.file_id, job.pipeline, job.service_name, change.error_code, change.error_message,
-              change.file_status, change.fact
+              change.file AS file_status, change.fact
 ), file AS (
     UPDATE stored_file AS file
     SET status = job.file_status,
