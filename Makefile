@@ -8,10 +8,15 @@ RUN = "$(VENV)/bin/python" -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check pytest format bench image image-test test-pythons coverage-of-spec clean
+.PHONY: help demo test check pytest format bench bench-peers plot image image-test test-pythons coverage-of-spec clean
 
-# The stamp holds what the environment was made from and is written last: one half-made, or made from something else, is
-# made anew. It is no target of make's, which takes a path with a blank for two.
+# What each extra brings along.
+holds_demo = demo
+holds_dev = $(holds_demo) dev
+holds_bench = $(holds_dev) bench
+
+# The stamp tells what the environment was made from and which extras it holds, and is written last: one half-made, or made
+# from something else, is made anew. It is no target of make's, which takes a path with a blank for two.
 define install # the extra
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
 		echo "error: Python 3.11, 3.12 or 3.13 is needed, and $(PYTHON) is not: name one, as in make PYTHON=python3.12" >&2; \
@@ -19,18 +24,18 @@ define install # the extra
 	@stamp="$(VENV)/.installed"; \
 	made_from="$$(cat pyproject.toml constraints.txt | cksum) $$(pwd) $$("$(PYTHON)" --version)"; \
 	if "$(VENV)/bin/python" -c 'import pip' 2>/dev/null && [ -f "$$stamp" ]; then \
-		case "$$(cat "$$stamp")" in "$$made_from dev" | "$$made_from $(1)") exit 0 ;; esac; \
+		case "$$(cat "$$stamp") " in "$$made_from "*"$(1) "*) exit 0 ;; esac; \
 	fi; \
 	echo "Installing armcore-trio[$(1)] in $(VENV)" >&2; \
 	if [ -f "$$stamp" ]; then rm -f "$$stamp"; else clear=$$([ ! -f "$(VENV)/pyvenv.cfg" ] || echo --clear); fi; \
 	"$(PYTHON)" -m venv $$clear "$(VENV)" && \
 	$(RUN) pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(1)]' && \
-	printf '%s\n' "$$made_from $(1)" > "$$stamp"
+	printf '%s\n' "$$made_from $(holds_$(1))" > "$$stamp"
 endef
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
-	@echo; echo "Variables: VENV=$(VENV) PYTHON=$(PYTHON) IMAGE=$(IMAGE) ARGS=(options for demo, pytest, bench and image)"
+	@echo; echo "Variables: VENV=$(VENV) PYTHON=$(PYTHON) IMAGE=$(IMAGE) ARGS=(options for demo, pytest, bench, bench-peers, plot and image)"
 
 demo: ## the whole system on servers of its own: real jobs from row to result
 	$(call install,demo)
@@ -58,6 +63,14 @@ format: ## put the code in the form that check wants
 bench: ## measure throughput and latency
 	$(call install,dev)
 	@$(RUN) tests.bench $(ARGS)
+
+bench-peers: ## measure it beside PgQueuer, procrastinate and a plain asyncio program
+	$(call install,bench)
+	@$(RUN) tests.bench --peers $(ARGS)
+
+plot: ## draw docs/performance.png: throughput against batch size, instances and history
+	$(call install,bench)
+	@$(RUN) tests.bench.plot $(ARGS)
 
 image: ## build the container image, named IMAGE; ARGS are options for podman build
 	podman build --format docker --tag "$(IMAGE)" \

@@ -1,16 +1,17 @@
 """Instances of the daemon, each a process, that share a backlog: how the rate grows, and a count that nothing was done twice."""
 
-import json
-import statistics
-import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import psycopg
-from attrs import asdict, frozen
+from attrs import frozen
 
-from tests.bench.workload import Row, clear, insert_jobs
+from tests.bench import workload
+from tests.bench.context import Context
+from tests.bench.exchange import NotOnce
+from tests.bench.figures import Row
 from tests.support import envelopes
 from tests.support.daemon import DaemonProcess
 from tests.support.database import JobIds
@@ -20,6 +21,7 @@ from tests.support.waiting import wait_until
 
 INSTANCES = (1, 2, 4)
 COPIES = 2
+_RUNS = 2
 _LIMIT_SECONDS = 300
 
 
@@ -40,19 +42,39 @@ class Run:
     """Jobs that each instance published."""
 
 
-def measure(dsn: str, url: str, instances: int, jobs: int) -> Run:
-    """A backlog published, then each job's result applied, sent twice back to back, then once more for the rows' `xmin`."""
+def measure(context: Context) -> list[Row]:
+    """What several instances do beside what one does. All have the same two cores or however many there are."""
+    runs: dict[int, list[Run]] = {instances: [] for instances in INSTANCES}
+    for turn in range(_RUNS):
+        for number, instances in enumerate(INSTANCES):
+            runs[instances].append(once(context.dsn, context.nats.url, instances, context.jobs))
+            context.progress((turn + (number + 1) / len(INSTANCES)) / _RUNS)
+    rates = {
+        "publish": {instances: [run.published_rate for run in of_it] for instances, of_it in runs.items()},
+        "apply": {instances: [run.applied_rate for run in of_it] for instances, of_it in runs.items()},
+    }
+    return [
+        Row(f"{instances} instances {what} a backlog", "jobs/s", figures[instances], "one", figures[1])
+        for what, figures in rates.items()
+        for instances in INSTANCES
+        if instances > 1
+    ]
+
+
+def once(dsn: str, url: str, instances: int, jobs: int) -> Run:
+    """In empty tables a backlog published, then each job's result applied, sent twice back to back, then once more for the
+    rows' `xmin`. Raises `NotOnce` if a count is not what it must be."""
     environment = new_environment(dsn, url) | {"ACK_TIMEOUT_SECONDS": "3600"}
     with ExitStack() as stack:
         connection = stack.enter_context(psycopg.connect(dsn))
-        clear(connection)
+        workload.clear(connection)
         daemons = [stack.enter_context(DaemonProcess(environment)) for _ in range(instances)]
         for daemon in daemons:
             daemon.wait_ok()
         subjects = [environment[TABULAR_SUBJECT], environment[IMAGE_SUBJECT]]
         service = stack.enter_context(ServiceClient(url, subjects=subjects, result_subject=environment[RESULT_SUBJECT]))
 
-        rows = insert_jobs(connection, jobs, "published")
+        rows = workload.insert_jobs(connection, jobs, "published")
         connection.execute("UPDATE recognition_job SET status = 'queued', published_at = NULL")
         connection.execute("NOTIFY recognition_job_queued")
         started = time.perf_counter()
@@ -72,7 +94,7 @@ def measure(dsn: str, url: str, instances: int, jobs: int) -> Run:
             daemon.stop()
         sent = Counter(request.msg_id for request in service.heard())
     totals = [daemon.one("shutdown.complete")["totals"] for daemon in daemons]
-    return Run(
+    run = Run(
         instances,
         jobs / published_seconds,
         jobs / applied_seconds,
@@ -83,33 +105,12 @@ def measure(dsn: str, url: str, instances: int, jobs: int) -> Run:
         rewritten,
         [one["publisher"].get("published", 0) for one in totals],
     )
+    if (run.on_the_wire, run.sent_twice, run.applied, run.duplicates, run.rewritten) != (jobs, 0, jobs, COPIES * jobs, 0):
+        raise NotOnce(f"of {jobs} jobs: {run}")
+    return run
 
 
-def main(dsn: str, url: str, jobs: int, runs: int, *, as_json: bool) -> None:
-    """Measure each number of instances several times and print medians; exit 1 if anything was done twice or not at all."""
-    found: list[Run] = []
-    for run in range(runs):
-        found += [measure(dsn, url, instances, jobs) for instances in INSTANCES]
-        print(f"\r{run + 1}/{runs}", end="\r", file=sys.stderr, flush=True)
-    if as_json:
-        print(json.dumps([asdict(run) for run in found]))
-    else:
-        print(f"{'instances':10}{'published/s':>12}{'applied/s':>12}   once each, of {jobs}")
-        for instances in INSTANCES:
-            of_it = [run for run in found if run.instances == instances]
-            rates = (statistics.median(run.published_rate for run in of_it), statistics.median(run.applied_rate for run in of_it))
-            wrong = [run for run in of_it if not _exact(run, jobs)]
-            verdict = f"NO: {wrong[0]}" if wrong else f"yes; shares {of_it[-1].shares}"
-            print(f"{instances:<10}{rates[0]:>12.0f}{rates[1]:>12.0f}   {verdict}")
-    sys.exit(0 if all(_exact(run, jobs) for run in found) else 1)
-
-
-def _exact(run: Run, jobs: int) -> bool:
-    counts = (run.on_the_wire, run.sent_twice, run.applied, run.duplicates, run.rewritten)
-    return counts == (jobs, 0, jobs, COPIES * jobs, 0)
-
-
-def _send_results(service: ServiceClient, rows: list[Row], copies: int) -> None:
+def _send_results(service: ServiceClient, rows: Sequence[workload.Row], copies: int) -> None:
     """Returns when every copy has been answered."""
     reply = service.new_reply()
     awaited = len(service._heard) + copies * len(rows)

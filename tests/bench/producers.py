@@ -1,0 +1,107 @@
+"""What the wake-up trigger costs those who insert, with a session that listens as the daemon's does."""
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from select import select
+from tempfile import TemporaryDirectory
+
+import psycopg
+
+from tests.bench.context import Context
+from tests.bench.figures import Row, Target
+from tests.bench.workload import clear
+
+_ROWS = 10_000
+_CLIENTS, _THREADS, _SECONDS = 8, 2, 1
+
+_FILES = """
+INSERT INTO stored_file (id, file_name)
+SELECT ('00000000-0000-0000-0000-' || lpad(n::text, 12, '0'))::uuid, 'sheet.xlsx' FROM generate_series(1, %(count)s) AS n
+"""
+_MANY = "INSERT INTO recognition_job (file_id, pipeline) SELECT id, 'tabular' FROM stored_file"
+_ONE = f"""
+\\set file random(1, {_ROWS})
+\\set attempt random(1, 2000000000)
+INSERT INTO recognition_job (file_id, pipeline, attempt)
+VALUES (('00000000-0000-0000-0000-' || lpad(:file::text, 12, '0'))::uuid, 'tabular', :attempt);
+"""
+
+
+def measure(context: Context) -> list[Row]:
+    """One statement of many rows, and many clients of one row each, with the trigger and without."""
+    target = Target("at least", 0.9)
+    with psycopg.connect(context.dsn, autocommit=True) as connection, _listener(context.dsn):
+        many = partial(_insert_many, connection)
+        single = partial(_pgbench, context)
+        careless = partial(_pgbench, context, PGOPTIONS="-c synchronous_commit=off")
+        contenders = [
+            partial(_turn, connection, insert, trigger)
+            for insert in (many, single, careless)
+            for trigger in ("ENABLE", "DISABLE")
+        ]
+        found = context.turns(*contenders)
+    return [
+        Row(f"insert {_ROWS:,} rows at once, with the wake-up", "rows/s", found[0], "without", found[1], target),
+        Row(f"insert single rows by {_CLIENTS} clients, with the wake-up", "rows/s", found[2], "without", found[3], target),
+        Row("insert: the same, synchronous_commit off", "rows/s", found[4], "without", found[5]),
+    ]
+
+
+def _turn(connection: psycopg.Connection, insert: Callable[[], float], trigger: str, _: int) -> float:
+    clear(connection)
+    connection.execute(_FILES, {"count": _ROWS})
+    connection.execute("VACUUM ANALYZE")
+    connection.execute(f"ALTER TABLE recognition_job {trigger} TRIGGER recognition_job_notify".encode())
+    return insert()
+
+
+def _insert_many(connection: psycopg.Connection) -> float:
+    started = time.perf_counter()
+    connection.execute(_MANY)
+    return _ROWS / (time.perf_counter() - started)
+
+
+def _pgbench(context: Context, **environment: str) -> float:
+    """Transactions a second."""
+    with TemporaryDirectory() as directory:
+        script = Path(directory) / "insert.sql"
+        script.write_text(_ONE)
+        options = ["-n", "-c", str(_CLIENTS), "-j", str(_THREADS), "-T", str(_SECONDS), "-f", str(script)]
+        done = subprocess.run(
+            [context.postgres._programs / "pgbench", *options, context.dsn],
+            env={"PATH": os.environ["PATH"], **environment},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("tps = ")]
+    return float(line.split()[2])
+
+
+@contextmanager
+def _listener(dsn: str) -> Iterator[None]:
+    """Takes each notification as it comes and does nothing with it."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("LISTEN recognition_job_queued")
+        reader, writer = os.pipe()
+
+        def consume() -> None:
+            while reader not in select([connection.pgconn.socket, reader], [], [])[0]:
+                connection.pgconn.consume_input()
+                while connection.pgconn.notifies():
+                    pass
+
+        thread = threading.Thread(target=consume)
+        thread.start()
+        try:
+            yield
+        finally:
+            os.close(writer)
+            thread.join()
+            os.close(reader)

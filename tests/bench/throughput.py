@@ -1,0 +1,74 @@
+"""How many jobs a second, against what PostgreSQL and NATS must do at the least, and against a table full of history."""
+
+from functools import partial
+
+import psycopg
+import trio
+
+from tests.bench.context import Context
+from tests.bench.exchange import Bench
+from tests.bench.figures import Row, Target
+from tests.bench.workload import ORDERED_ID, RANDOM_ID, clear, insert_history, insert_jobs
+
+_FINISHED = 1_000_000
+_KNOWN = 100
+"""Jobs there were when statistics were last collected."""
+
+
+def drain(context: Context) -> list[Row]:
+    """Queued to confirmed `published`."""
+    bench = context.bench()
+    ours, ceiling = context.turns(bench.drain, bench.drain_ceiling)
+    return [Row("drain", "jobs/s", ours, "bare loop", ceiling, Target("at least", 0.7))]
+
+
+def inbox(context: Context) -> list[Row]:
+    """Ack and result of each job."""
+    bench = context.bench()
+    ours, ceiling = context.turns(bench.inbox, bench.inbox_ceiling)
+    return [Row("inbox: ack and result", "jobs/s", ours, "bare SQL", ceiling, Target("at least", 0.55))]
+
+
+def cycle(context: Context) -> list[Row]:
+    """Drain, then inbox of the same jobs."""
+    bench = context.bench()
+    ours, ceiling = context.turns(bench.cycle, bench.cycle_ceiling)
+    return [Row("full cycle: drain, then inbox", "jobs/s", ours, "both bare", ceiling)]
+
+
+def history(context: Context) -> list[Row]:
+    """Both halves beside a million finished jobs and in tables empty but for the turn's own.
+
+    The statistics of both databases are those of a hundred jobs; nothing is vacuumed or analysed from then on. What a turn
+    leaves beside the history joins it; the other tables are emptied. With ids that grow with time one sees what of the
+    difference is the scattering of random ones over large indexes, which touches a page for each instead of a page for many.
+    """
+    with context.database() as full:
+        for dsn in (full, context.dsn):
+            with psycopg.connect(dsn) as connection:
+                insert_jobs(connection, _KNOWN, "done")
+        with psycopg.connect(full) as connection:
+            insert_history(connection, _FINISHED)
+        contenders = [
+            partial(_halves, context.bench(dsn), keep=dsn == full, new_id=new_id)
+            for new_id in (RANDOM_ID, ORDERED_ID)
+            for dsn in (full, context.dsn)
+        ]
+        turns = context.turns(*contenders)
+    [random, random_alone, ordered, ordered_alone] = [list(zip(*found, strict=True)) for found in turns]
+    beside, alone, with_order = f"beside {_FINISHED:,} finished jobs", "empty table", "the same, ids by uuidv7()"
+    return [
+        Row(f"drain {beside}", "jobs/s", random[0], alone, random_alone[0], Target("at least", 0.9)),
+        Row(f"drain: {with_order}", "jobs/s", ordered[0], alone, ordered_alone[0]),
+        Row(f"inbox {beside}", "jobs/s", random[1], alone, random_alone[1]),
+        Row(f"inbox: {with_order}", "jobs/s", ordered[1], alone, ordered_alone[1]),
+    ]
+
+
+def _halves(bench: Bench, jobs: int, *, keep: bool, new_id: str = RANDOM_ID) -> tuple[float, float]:
+    """Jobs a second of drain and of inbox."""
+    with psycopg.connect(bench.dsn) as connection:
+        if not keep:
+            clear(connection)
+        rows = insert_jobs(connection, jobs, "queued", new_id, vacuum=False)
+    return jobs / trio.run(bench.publish, rows), jobs / trio.run(bench.apply, rows)
