@@ -36,8 +36,8 @@ async def run_pass(
     stop: Stop,
     refused: Callable[[UUID, Refusal], None],
     skip: set[UUID] | None = None,
-) -> None:
-    """Run `attempt` batch after batch until one is not full, or the stop is requested.
+) -> int:
+    """Run `attempt` batch after batch until one is not full, or the stop is requested; returns how many rows were done.
 
     `attempt(limit, skip, claimed)` is one transaction over at most `limit` rows not in `skip`; it puts their ids into
     `claimed`. When the database refuses what it writes, or another session holds what it needs, the rows are taken one
@@ -45,6 +45,7 @@ async def run_pass(
     failure before anything was claimed passes, as does every other one. `skip` is given if several runs make one pass.
     """
     skip = set() if skip is None else skip
+    done = 0
     one_by_one = False
     while not stop.requested:
         limit = 1 if one_by_one else size.now
@@ -63,7 +64,9 @@ async def run_pass(
             if claimed:
                 size.failed()
             raise
+        done += len(claimed)
         if len(claimed) < limit:
-            return
+            break
         if not one_by_one:
             size.succeeded()
+    return done

@@ -26,6 +26,8 @@ from armcore_trio.supervisor import Stop
 
 _log = logs.get(task="publisher")
 
+_BUSY_SECONDS = 0.05
+"""How soon to look again while inserts are under way that will not notify."""
 _PASS_SECONDS = QUERY_SECONDS + ANSWER_SECONDS
 _ANY_NUMBER = 2**31 - 1
 
@@ -57,21 +59,35 @@ class Publisher:
         return self.settings.outbox_poll_seconds + 2 * _PASS_SECONDS
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
-        """Run passes: at once, on each insert's notification, and every `OUTBOX_POLL_SECONDS` whatever was notified (D1.6)."""
+        """Run passes: at once, when an insert wakes us, and every `OUTBOX_POLL_SECONDS` whatever was notified (D1.6).
+
+        Inserts notify only while we sleep, since a notification makes their commits queue up. Whoever has just gone to
+        sleep looks once more: what was committed before notified nobody.
+        """
         async with self.store.open("publisher") as connection, open_bus(self.settings, "armcore-trio publisher") as bus:
             await store.listen(connection)
             task_status.started()
+            asleep = await store.fall_asleep(connection)
             while not stop.requested:
-                await self.run_once(connection, bus, stop)
+                published = await self.run_once(connection, bus, stop)
+                if not asleep:
+                    asleep = await store.fall_asleep(connection)
+                    if asleep or published:
+                        continue
                 with stop.interrupts():
-                    await connection.rest(self.settings.outbox_poll_seconds)
+                    if await connection.rest(self.settings.outbox_poll_seconds if asleep else _BUSY_SECONDS):
+                        await store.wake_up(connection)
+                        asleep = False
 
-    async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> None:
-        """Publish every queued job there is, then see to the unacknowledged ones, behind which new jobs never wait."""
+    async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> int:
+        """Publish every queued job there is, then see to the unacknowledged ones, behind which new jobs never wait.
+
+        Returns how many jobs were taken from the queue before the latter.
+        """
         publish_batch = partial(self._publish_batch, connection, bus)
         refused_once: set[UUID] = set()
         publish = partial(run_pass, publish_batch, size=self.size, stop=stop, refused=self._log_refusal, skip=refused_once)
-        await publish()
+        published = await publish()
 
         async def repeat_batch(limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
             await self._repeat_batch(connection, bus, limit, skip, claimed)
@@ -79,6 +95,7 @@ class Publisher:
 
         if await self._any_unacked(connection):
             await run_pass(repeat_batch, size=self.size, stop=stop, refused=self._log_refusal)
+        return published
 
     async def _any_unacked(self, connection: Connection) -> bool:
         if self.intake.running_seconds() is None:

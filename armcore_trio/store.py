@@ -19,7 +19,7 @@ from armcore_trio.lifecycle import FINAL, Change, Job, Status
 from armcore_trio.messages import Source
 from armcore_trio.resources import SQL
 
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 """The migration this version needs; revisions sort as text."""
 
 CHANNEL: LiteralString = "recognition_job_queued"
@@ -29,6 +29,7 @@ def _load(name: LiteralString) -> LiteralString:
     return (SQL / f"{name}.sql").read_text("utf-8")
 
 
+_FALL_ASLEEP = _load("fall_asleep")
 _CLAIM_QUEUED = _load("claim_queued")
 _CLAIM_UNACKED = _load("claim_unacked")
 _ANY_UNACKED = _load("any_unacked")
@@ -95,6 +96,21 @@ async def listen(connection: Connection) -> None:
     """From now on inserts wake `connection.wait_notified` (D1.6)."""
     async with bounded("LISTEN"):
         await connection.execute(f"LISTEN {CHANNEL}")
+
+
+async def fall_asleep(connection: Connection) -> bool:
+    """Have inserts notify from now on. False if some are under way that will not: then look again soon (D1.6).
+
+    After True, what was committed before is still to be looked for.
+    """
+    async with bounded("the sleeper's lock"):
+        return bool((await (await connection.execute(_FALL_ASLEEP)).fetchall())[0][0])
+
+
+async def wake_up(connection: Connection) -> None:
+    """Spare inserts the notification from now on: its owner looks without."""
+    async with bounded("the sleeper's lock"):
+        await connection.execute("SELECT pg_advisory_unlock_all()")
 
 
 async def claim_queued(

@@ -20,12 +20,12 @@ CANARY = "CANARY77"
 
 
 @pytest.mark.req("D9.1")
-@pytest.mark.parametrize("revision", ["9999", "0003", "2", "", "head", "0002 ", "-1"])
+@pytest.mark.parametrize("revision", ["9999", "0004", "2", "", "head", "0002 ", "-1"])
 @pytest.mark.parametrize("options", [(), ("--sql",)])
 def test_a_revision_that_does_not_exist_is_a_usage_error(revision: str, options: tuple[str, ...]) -> None:
     result = CliRunner().invoke(main, ["migrate", f"--to={revision}", *options])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"there is no revision {revision}; there are 0001, 0002" in result.stderr
+    assert f"there is no revision {revision}; there are 0001, 0002, 0003" in result.stderr
 
 
 @pytest.mark.req("D9.1")
@@ -37,13 +37,13 @@ def test_down_to_base_is_refused_while_there_are_rows_and_done_when_there_are_no
     assert "the tables hold rows" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert db.snapshot() == before, "and the revision above it is still there too"
-    assert db.value("SELECT max(version_num) FROM armcore_trio_version") == "0002"
+    assert db.value("SELECT max(version_num) FROM armcore_trio_version") == "0003"
 
     db.execute("UPDATE stored_file SET current_recognition_job_id = NULL")
     for table in ("recognition_job", "stored_file", "s3_object"):
         db.execute(f"DELETE FROM {table}")
     done = run("migrate", "--to", "base", **{DSN: dsn})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "schema: 0002 -> base\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "schema: 0003 -> base\n", "")
     with pytest.raises(psycopg.errors.UndefinedTable):
         db.job(job)
 

@@ -127,13 +127,14 @@ async def open_exchange(settings: Settings, *, receiving: bool = True) -> AsyncI
 
 def record_passes(patch: pytest.MonkeyPatch, kind: type[Publisher] | type[Watchdog]) -> list[float]:
     """The instants, by Trio's clock, of the passes that have ended so far; grows as a `run` goes on."""
-    original: Callable[..., Awaitable[None]] = kind.run_once
+    original: Callable[..., Awaitable[int | None]] = kind.run_once
     instants: list[float] = []
 
-    async def run_once(self: Publisher | Watchdog, *args: Any) -> None:
+    async def run_once(self: Publisher | Watchdog, *args: Any) -> int | None:
         started = trio.current_time()
-        await original(self, *args)
+        found = await original(self, *args)
         instants.append(started)
+        return found
 
     patch.setattr(kind, "run_once", run_once)
     return instants
