@@ -24,7 +24,7 @@ from armcore_trio.supervisor import ChildSpec, Supervisor
 from armcore_trio.watchdog import Watchdog
 
 _GAVE_UP = 70
-_GC_THRESHOLD = 10_000
+GC_THRESHOLD = 10_000
 """Messages are thousands of objects and no cycles: looking for those every 700 objects costs a tenth of the time under load."""
 
 
@@ -35,7 +35,7 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
     supervisor gave up.
     """
     log = logs.get()
-    gc.set_threshold(_GC_THRESHOLD)
+    gc.set_threshold(GC_THRESHOLD)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         started = trio.current_time()
         status = Status(settings.subjects, __version__, settings.nats_enabled)

@@ -8,9 +8,9 @@ down_revision = None
 
 def upgrade() -> None:
     """Create what is missing."""
-    op.execute("""
+    _create("""
     CREATE TABLE IF NOT EXISTS s3_object (
-        id uuid PRIMARY KEY DEFAULT gen_random_uuid(),
+        id uuid PRIMARY KEY DEFAULT new_id(),
         bucket text NOT NULL,
         key text NOT NULL,
         bucket_role text NOT NULL CHECK (bucket_role IN ('source', 'results', 'raw')),
@@ -18,9 +18,9 @@ def upgrade() -> None:
         created_at timestamptz NOT NULL DEFAULT now(),
         UNIQUE (bucket, key)
     )""")
-    op.execute("""
+    _create("""
     CREATE TABLE IF NOT EXISTS stored_file (
-        id uuid PRIMARY KEY DEFAULT gen_random_uuid(),
+        id uuid PRIMARY KEY DEFAULT new_id(),
         file_name text NOT NULL,
         content_type text,
         s3_object_id uuid REFERENCES s3_object,
@@ -31,9 +31,9 @@ def upgrade() -> None:
         created_at timestamptz NOT NULL DEFAULT now(),
         updated_at timestamptz NOT NULL DEFAULT now()
     )""")
-    op.execute("""
+    _create("""
     CREATE TABLE IF NOT EXISTS recognition_job (
-        id uuid PRIMARY KEY DEFAULT gen_random_uuid(),
+        id uuid PRIMARY KEY DEFAULT new_id(),
         file_id uuid NOT NULL REFERENCES stored_file,
         pipeline text NOT NULL,
         status text NOT NULL DEFAULT 'queued' CHECK (
@@ -68,9 +68,9 @@ def upgrade() -> None:
             ALTER TABLE stored_file ADD FOREIGN KEY (current_recognition_job_id) REFERENCES recognition_job;
         END IF;
     END $$""")
-    op.execute("""
+    _create("""
     CREATE TABLE IF NOT EXISTS quality_failure_fact (
-        id uuid PRIMARY KEY DEFAULT gen_random_uuid(),
+        id uuid PRIMARY KEY DEFAULT new_id(),
         job_id uuid NOT NULL UNIQUE REFERENCES recognition_job,
         file_id uuid NOT NULL,
         pipeline text NOT NULL,
@@ -79,6 +79,15 @@ def upgrade() -> None:
         service_name text,
         occurred_at timestamptz NOT NULL DEFAULT now()
     )""")
+
+
+def _create(table: str) -> None:
+    """Ids grow with time where the server can make such (PostgreSQL 18): each random one costs a page of every index."""
+    op.execute(f"""
+    DO $$ BEGIN
+        EXECUTE replace($table${table}$table$, 'new_id()',
+            CASE WHEN to_regprocedure('pg_catalog.uuidv7()') IS NULL THEN 'gen_random_uuid()' ELSE 'uuidv7()' END);
+    END $$""")
 
 
 def downgrade() -> None:

@@ -1,4 +1,4 @@
-"""What the wake-up trigger costs those who insert, with a session that listens as the daemon's does."""
+"""What the wake-up trigger costs those who insert, with a session that sleeps and is woken as the publisher's is."""
 
 import os
 import subprocess
@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from select import select
 from tempfile import TemporaryDirectory
 
 import psycopg
+import trio
 
+from armcore_trio import store
+from armcore_trio.database import connect
+from armcore_trio.publisher import _BUSY_SECONDS
 from tests.bench.context import Context
 from tests.bench.figures import Row, Target
 from tests.bench.workload import clear
 
 _ROWS = 10_000
 _CLIENTS, _THREADS, _SECONDS = 8, 2, 1
+_ASLEEP_SECONDS = 0.5
 
 _FILES = """
 INSERT INTO stored_file (id, file_name)
@@ -36,7 +40,7 @@ VALUES (('00000000-0000-0000-0000-' || lpad(:file::text, 12, '0'))::uuid, 'tabul
 def measure(context: Context) -> list[Row]:
     """One statement of many rows, and many clients of one row each, with the trigger and without."""
     target = Target("at least", 0.9)
-    with psycopg.connect(context.dsn, autocommit=True) as connection, _listener(context.dsn):
+    with psycopg.connect(context.dsn, autocommit=True) as connection, _sleeper(context.dsn):
         many = partial(_insert_many, connection)
         single = partial(_pgbench, context)
         careless = partial(_pgbench, context, PGOPTIONS="-c synchronous_commit=off")
@@ -85,23 +89,23 @@ def _pgbench(context: Context, **environment: str) -> float:
 
 
 @contextmanager
-def _listener(dsn: str) -> Iterator[None]:
-    """Takes each notification as it comes and does nothing with it."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("LISTEN recognition_job_queued")
-        reader, writer = os.pipe()
+def _sleeper(dsn: str) -> Iterator[None]:
+    """Does as the publisher does, less the publishing: is woken, looks, and sleeps again if it may."""
+    stop = threading.Event()
 
-        def consume() -> None:
-            while reader not in select([connection.pgconn.socket, reader], [], [])[0]:
-                connection.pgconn.consume_input()
-                while connection.pgconn.notifies():
-                    pass
+    async def sleep() -> None:
+        async with connect(dsn, "bench") as connection:
+            await store.listen(connection)
+            while not stop.is_set():
+                await connection.execute("SELECT FROM recognition_job WHERE status = 'queued' LIMIT 1")
+                seconds = _ASLEEP_SECONDS if await store.fall_asleep(connection) else _BUSY_SECONDS
+                if await connection.rest(seconds):
+                    await store.wake_up(connection)
 
-        thread = threading.Thread(target=consume)
-        thread.start()
-        try:
-            yield
-        finally:
-            os.close(writer)
-            thread.join()
-            os.close(reader)
+    thread = threading.Thread(target=trio.run, args=[sleep])
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -10,8 +10,8 @@ from attrs import frozen
 
 from armcore_trio.bus import Received
 
-RANDOM_ID, ORDERED_ID = "gen_random_uuid", "uuidv7"
-"""What makes ids: the default of the tables, or one whose ids grow with time."""
+ORDERED_ID, RANDOM_ID = "uuidv7", "gen_random_uuid"
+"""What makes ids: the default of the tables on PostgreSQL 18, and what they have before it."""
 
 _INSERT = """
 WITH new AS MATERIALIZED (
@@ -70,14 +70,14 @@ class Row:
     file_id: UUID
 
 
-def insert(connection: psycopg.Connection, count: int, status: str, new_id: str = RANDOM_ID) -> list[Row]:
+def insert(connection: psycopg.Connection, count: int, status: str, new_id: str = ORDERED_ID) -> list[Row]:
     """Fresh jobs in this status, each its file's current one, by one statement that is yet to be committed."""
     statement = _INSERT.format(new_id=new_id).encode()
     return [Row(*row) for row in connection.execute(statement, {"count": count, "status": status}).fetchall()]
 
 
 def insert_jobs(
-    connection: psycopg.Connection, count: int, status: str, new_id: str = RANDOM_ID, *, vacuum: bool = True
+    connection: psycopg.Connection, count: int, status: str, new_id: str = ORDERED_ID, *, vacuum: bool = True
 ) -> list[Row]:
     """As `insert`, committed, in tables that are then vacuumed and analysed unless told otherwise."""
     rows = insert(connection, count, status, new_id)
