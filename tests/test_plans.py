@@ -145,6 +145,10 @@ class Explaining:
     connection: Connection
     plans: list[Plan] = field(factory=list)
 
+    @property
+    def info(self) -> psycopg.ConnectionInfo:
+        return self.connection.info
+
     async def execute(self, query: LiteralString, params: dict[str, Any]) -> psycopg.AsyncCursor[tuple[Any, ...]]:
         names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", query)))
         text = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", query)
