@@ -97,16 +97,17 @@ class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
             if outermost and self.pgconn.transaction_status != pq.TransactionStatus.IDLE:
                 self.pgconn.finish()
 
-    async def rest(self, seconds: float) -> bool:
-        """Wait for a notification, so long at most; returns whether one came.
+    async def rest(self, seconds: float) -> None:
+        """Wait for a notification, so long at most; then make sure that the server still answers, be the link open or not."""
+        if not await self.notified(seconds):
+            async with bounded("a ping", PING_SECONDS):
+                await self.execute("SELECT 1")
 
-        If none did, make sure that the server still answers, be the link open or not.
-        """
+    async def notified(self, seconds: float) -> bool:
+        """Wait for a notification, so long at most; returns whether one came."""
         with trio.move_on_after(seconds):
             await self.wait_notified()
             return True
-        async with bounded("a ping", PING_SECONDS):
-            await self.execute("SELECT 1")
         return False
 
     async def wait_notified(self) -> None:

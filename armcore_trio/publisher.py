@@ -26,8 +26,8 @@ from armcore_trio.supervisor import Stop
 
 _log = logs.get(task="publisher")
 
-_BUSY_SECONDS = 0.05
-"""How soon to look again while inserts are under way that will not notify."""
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.002, 0.05
+"""How soon to look again while inserts are under way that will not notify: soon after a job, less and less so without."""
 _PASS_SECONDS = QUERY_SECONDS + ANSWER_SECONDS
 _ANY_NUMBER = 2**31 - 1
 
@@ -67,17 +67,20 @@ class Publisher:
         async with self.store.open("publisher") as connection, open_bus(self.settings, "armcore-trio publisher") as bus:
             await store.listen(connection)
             task_status.started()
-            asleep = await store.fall_asleep(connection)
+            asleep, nap_seconds = await store.fall_asleep(connection), _LONGEST_NAP_SECONDS
             while not stop.requested:
                 published = await self.run_once(connection, bus, stop)
                 if not asleep:
+                    nap_seconds = _SHORTEST_NAP_SECONDS if published else min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
                     asleep = await store.fall_asleep(connection)
                     if asleep or published:
                         continue
                 with stop.interrupts():
-                    if await connection.rest(self.settings.outbox_poll_seconds if asleep else _BUSY_SECONDS):
+                    if await connection.notified(self.settings.outbox_poll_seconds if asleep else nap_seconds):
                         await store.wake_up(connection)
                         asleep = False
+                    elif asleep:
+                        asleep = await store.fall_asleep(connection)
 
     async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> int:
         """Publish every queued job there is, then see to the unacknowledged ones, behind which new jobs never wait.

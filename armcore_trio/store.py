@@ -13,7 +13,7 @@ from uuid import UUID
 
 from attrs import frozen
 
-from armcore_trio.database import Connection, bounded, connect
+from armcore_trio.database import PING_SECONDS, Connection, bounded, connect
 from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
 from armcore_trio.lifecycle import FINAL, Change, Job, Status
 from armcore_trio.messages import Source
@@ -103,9 +103,10 @@ async def listen(connection: Connection) -> None:
 async def fall_asleep(connection: Connection) -> bool:
     """Have inserts notify from now on. False if some are under way that will not: then look again soon (D1.6).
 
-    After True, what was committed before is still to be looked for.
+    After True, what was committed before is still to be looked for. Who is asleep already may call it again, and should now
+    and then: it may have been another's lock that was relied on. It is as good as a ping, and bounded like one.
     """
-    async with bounded("the sleeper's lock"):
+    async with bounded("the sleeper's lock", PING_SECONDS):
         return bool((await (await connection.execute(_FALL_ASLEEP)).fetchall())[0][0])
 
 

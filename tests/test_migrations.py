@@ -16,8 +16,8 @@ from armcore_trio.embedded import Postgres
 from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
 from armcore_trio.lifecycle import Status
 from armcore_trio.migrate import migrate, script
-from armcore_trio.store import CHANNEL, SCHEMA_VERSION, Store
-from tests.support.database import TABLES, Database
+from armcore_trio.store import SCHEMA_VERSION, Store
+from tests.support.database import TABLES, Database, Sleeper
 from tests.support.failing import failing
 from tests.support.records import Records
 from tests.support.servers import POSTGRES, fresh_database
@@ -109,6 +109,13 @@ def test_down_and_up_again_equals_up_once(dsn: str) -> None:
     assert catalog(dsn) == halfway
     assert migrate(dsn) == "0001"
     assert catalog(dsn) == once
+
+
+@pytest.mark.parametrize("revision", ["0001", "0002"])
+def test_down_to_a_revision_equals_up_to_it(dsn: str, empty: str, revision: str) -> None:
+    migrate(empty, revision)
+    assert migrate(dsn, revision) == SCHEMA_VERSION
+    assert catalog(dsn) == catalog(empty)
 
 
 @pytest.mark.parametrize("table", ["s3_object", "stored_file", "recognition_job"])
@@ -237,7 +244,7 @@ def test_a_core_without_the_circular_key_gains_it(empty: str) -> None:
 
 
 @pytest.mark.req("B52")
-@pytest.mark.parametrize("start", ["", "0001"])
+@pytest.mark.parametrize("start", ["", "0001", "0002"])
 def test_of_several_at_once_one_migrates_and_all_are_content(empty: str, start: str) -> None:
     if start:
         migrate(empty, start)
@@ -345,7 +352,7 @@ def test_a_role_without_the_right_is_told_at_once(empty: str) -> None:
 
 
 @pytest.mark.req("D9.1", "B52")
-@pytest.mark.parametrize("revision", ["base", "0001"])
+@pytest.mark.parametrize("revision", ["base", "0001", "0002"])
 async def test_an_old_schema_is_refused_with_what_to_do(dsn: str, revision: str) -> None:
     migrate(dsn, revision)
     found = "is missing" if revision == "base" else f"is at revision {revision}"
@@ -362,7 +369,7 @@ async def test_an_empty_database_is_refused(empty: str) -> None:
 
 
 @pytest.mark.req("D9.1", "B52")
-@pytest.mark.parametrize("revision", ["base", "0001"])
+@pytest.mark.parametrize("revision", ["base", "0001", "0002"])
 async def test_an_old_schema_is_upgraded_if_asked(dsn: str, revision: str) -> None:
     migrate(dsn, revision)
     calls: list[str] = []
@@ -486,30 +493,45 @@ def test_what_may_exist_once(db: Database, statement: str) -> None:
 
 
 @pytest.mark.req("D1.6")
-def test_each_statement_that_inserts_notifies_once(dsn: str, db: Database) -> None:
-    with psycopg.connect(dsn, autocommit=True) as listener:
-        listener.execute(f"LISTEN {CHANNEL}")
+def test_each_statement_that_inserts_notifies_once_while_somebody_sleeps(dsn: str, db: Database) -> None:
+    with Sleeper(dsn) as sleeper:
+        assert sleeper.fall_asleep()
         db.execute("INSERT INTO stored_file (file_name) SELECT 'a' FROM generate_series(1, 50)")
         db.execute("INSERT INTO recognition_job (file_id, pipeline) SELECT id, 'tabular' FROM stored_file")
-        found = list(listener.notifies(timeout=5, stop_after=1)) + list(listener.notifies(timeout=0))
-        assert [(one.channel, one.payload) for one in found] == [(CHANNEL, "")]
+        assert sleeper.notified() == 1
         db.execute("UPDATE recognition_job SET status = 'done'")
-        assert list(listener.notifies(timeout=0.05)) == []
+        assert sleeper.notified() == 0
+        sleeper.wake_up()
+        db.execute("INSERT INTO recognition_job (file_id, pipeline, attempt) SELECT id, 'tabular', 2 FROM stored_file")
+        assert sleeper.notified() == 0
+
+
+# What a producer's search path may find in place of the functions that the trigger calls.
+TRAPS = {
+    "pg_notify(text, text)": "void",
+    "hashtextextended(text, bigint)": "bigint",
+    "pg_try_advisory_xact_lock_shared(bigint)": "boolean",
+    "pg_notification_queue_usage()": "double precision",
+}
 
 
 @pytest.mark.req("D1.6")
-def test_the_least_of_producers_can_insert(dsn: str, db: Database) -> None:
-    """A role with no right but to insert, whose search path holds a trap, in a transaction of any kind."""
+@pytest.mark.parametrize("asleep", [True, False], ids=["somebody sleeps", "nobody sleeps"])
+def test_the_least_of_producers_can_insert(dsn: str, db: Database, asleep: bool) -> None:
+    """A role with no right but to insert, whose search path holds traps, in a transaction of any kind."""
     db.execute("INSERT INTO stored_file (file_name) VALUES ('a')")
     file_id = db.value("SELECT id FROM stored_file")
     role = f"producer_{psycopg.conninfo.conninfo_to_dict(dsn)['dbname']}"
     db.execute(f"CREATE ROLE {role}")
     try:
         db.execute("CREATE SCHEMA trap")
-        db.execute("CREATE FUNCTION trap.pg_notify(text, text) RETURNS void LANGUAGE plpgsql AS 'BEGIN RAISE $$no$$; END'")
+        for signature, result in TRAPS.items():
+            body = "BEGIN RAISE EXCEPTION $$no$$; END"
+            db.execute(f"CREATE FUNCTION trap.{signature} RETURNS {result} LANGUAGE plpgsql AS '{body}'")
         db.execute(f"GRANT INSERT ON recognition_job TO {role}")
         db.execute(f"GRANT USAGE ON SCHEMA trap TO {role}")
-        with psycopg.connect(dsn) as producer:
+        with Sleeper(dsn) as sleeper, psycopg.connect(dsn) as producer:
+            assert not asleep or sleeper.fall_asleep()
             producer.execute(f"SET ROLE {role}".encode())
             producer.execute("SET search_path = trap, pg_catalog, public")
             producer.commit()
@@ -519,6 +541,7 @@ def test_the_least_of_producers_can_insert(dsn: str, db: Database) -> None:
                     "INSERT INTO recognition_job (file_id, pipeline, attempt) VALUES (%s, 'tabular', %s)", (file_id, attempt)
                 )
                 producer.commit()
+                assert sleeper.notified() == asleep
     finally:
         db.execute(f"DROP OWNED BY {role}")
         db.execute(f"DROP ROLE {role}")
@@ -531,16 +554,22 @@ def test_a_full_notification_queue_fails_no_insert() -> None:
         dsn = server.dsn()
         migrate(dsn)
         db = Database(dsn)
-        with psycopg.connect(dsn, autocommit=True) as sleeper:  # it listens and never looks, so nothing can be forgotten
-            sleeper.execute("LISTEN nothing")
-            sleeper.execute("BEGIN")
-            sleeper.execute("SELECT 1")
+        with Sleeper(dsn) as sleeper, psycopg.connect(dsn, autocommit=True) as stuck:
+            stuck.execute("LISTEN nothing")  # and never looks, so nothing can be forgotten
+            stuck.execute("BEGIN")
+            stuck.execute("SELECT 1")
             with failing(psycopg.errors.ProgramLimitExceeded, "too many notifications"):
                 for _ in range(1_000):
                     db.execute("SELECT pg_notify('other', repeat('x', 7000))")
-            job = db.insert_job()
-            assert db.job(job)["status"] == "queued"
-            sleeper.execute("ROLLBACK")
+            jobs = [db.insert_job()]
+            assert sleeper.fall_asleep()
+            jobs.append(db.insert_job())
+            assert db.statuses(jobs) == ["queued", "queued"]
+            assert sleeper.notified() == 0
+            stuck.execute("ROLLBACK")
+            wait_until(lambda: db.value("SELECT pg_notification_queue_usage()") < 0.5, what="room in the queue")
+            db.insert_job()
+            assert sleeper.notified() == 1
         db.close()
 
 

@@ -15,7 +15,7 @@ import trio
 
 from armcore_trio import store
 from armcore_trio.database import connect
-from armcore_trio.publisher import _BUSY_SECONDS
+from armcore_trio.publisher import _LONGEST_NAP_SECONDS
 from tests.bench.context import Context
 from tests.bench.figures import Row, Target
 from tests.bench.workload import clear
@@ -98,8 +98,8 @@ def _sleeper(dsn: str) -> Iterator[None]:
             await store.listen(connection)
             while not stop.is_set():
                 await connection.execute("SELECT FROM recognition_job WHERE status = 'queued' LIMIT 1")
-                seconds = _ASLEEP_SECONDS if await store.fall_asleep(connection) else _BUSY_SECONDS
-                if await connection.rest(seconds):
+                asleep = await store.fall_asleep(connection)
+                if await connection.notified(_ASLEEP_SECONDS if asleep else _LONGEST_NAP_SECONDS):
                     await store.wake_up(connection)
 
     thread = threading.Thread(target=trio.run, args=[sleep])

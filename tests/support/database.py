@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 from uuid import UUID, uuid4
 
 import psycopg
@@ -12,6 +12,9 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.datetime import TimestamptzLoader
 from psycopg.types.json import Jsonb
+
+from armcore_trio.resources import SQL
+from armcore_trio.store import CHANNEL
 
 Row = dict[str, Any]
 
@@ -195,6 +198,35 @@ class Database:
         if self._connection is None or (connect and self._connection.closed):
             self._connection = self.connect(autocommit=True)
         return self._connection
+
+
+class Sleeper:
+    """A session that listens as a publisher does, and falls asleep and wakes up by the same SQL when told to."""
+
+    def __init__(self, dsn: str) -> None:
+        self.connection = psycopg.connect(dsn, autocommit=True, connect_timeout=5, application_name="test sleeper")
+        self.connection.execute(f"LISTEN {CHANNEL}".encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def fall_asleep(self) -> bool:
+        """Whether inserts notify from now on."""
+        ((asleep,),) = self.connection.execute((SQL / "fall_asleep.sql").read_bytes()).fetchall()
+        return bool(asleep)
+
+    def wake_up(self) -> None:
+        self.connection.execute("SELECT pg_advisory_unlock_all()")
+
+    def notified(self) -> int:
+        """How many notifications came since the last time. All of what was committed before are here: they precede an answer."""
+        self.connection.execute("SELECT 1")
+        found = list(self.connection.notifies(timeout=0))
+        assert {(one.channel, one.payload) for one in found} <= {(CHANNEL, "")}
+        return len(found)
 
 
 def _insert(connection: psycopg.Connection[Row], table: str, **values: Any) -> None:
