@@ -42,7 +42,7 @@ async def run_pass(
     `attempt(limit, skip, claimed)` is one transaction over at most `limit` rows not in `skip`; it puts their ids into
     `claimed`. When the database refuses what it writes, or another session holds what it needs, the rows are taken one
     by one until the guilty one is found; `refused` is told, and the others go on. The next pass tries it again. A
-    failure before anything was claimed passes, as does every other one. `skip` is given if several runs make one pass.
+    failure before anything was claimed passes, as does every other one. `skip` is given if several runs share it.
     """
     skip = set() if skip is None else skip
     done = 0

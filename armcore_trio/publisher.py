@@ -52,6 +52,8 @@ class Publisher:
     intake: TaskStatus
     inbox: Inbox
     size: BatchSize = Factory(lambda self: BatchSize(self.settings.outbox_batch_size), takes_self=True)
+    refused: set[UUID] = Factory(set)
+    """Queued jobs that the database refused: tried again by the next whole pass, not by each look in between."""
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -59,24 +61,30 @@ class Publisher:
         return self.settings.outbox_poll_seconds + 2 * _PASS_SECONDS
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
-        """Run passes: at once, when an insert wakes us, and every `OUTBOX_POLL_SECONDS` whatever was notified (D1.6).
+        """Run a pass at once and every `OUTBOX_POLL_SECONDS`, and publish in between when an insert wakes us (D1.6).
 
-        Inserts notify only while we sleep, since a notification makes their commits queue up. Whoever has just gone to
-        sleep looks once more: what was committed before notified nobody.
+        Inserts notify only while we sleep, since a notification makes their commits queue up. So we sleep once there is
+        nothing to publish, and look again then: what was committed before notified nobody.
         """
         async with self.store.open("publisher") as connection, open_bus(self.settings, "armcore-trio publisher") as bus:
             await store.listen(connection)
             task_status.started()
             asleep, nap_seconds = await store.fall_asleep(connection), _LONGEST_NAP_SECONDS
+            due = trio.current_time()
             while not stop.requested:
-                published = await self.run_once(connection, bus, stop)
+                if trio.current_time() >= due:
+                    published = await self.run_once(connection, bus, stop)
+                    due = trio.current_time() + self.settings.outbox_poll_seconds
+                else:
+                    published = await self._publish(connection, bus, stop)
                 if not asleep:
                     nap_seconds = _SHORTEST_NAP_SECONDS if published else min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
-                    asleep = await store.fall_asleep(connection)
+                    asleep = not published and await store.fall_asleep(connection)
                     if asleep or published:
                         continue
                 with stop.interrupts():
-                    if await connection.notified(self.settings.outbox_poll_seconds if asleep else nap_seconds):
+                    until_due = max(0.0, due - trio.current_time())
+                    if await connection.notified(until_due if asleep else min(nap_seconds, until_due)):
                         await store.wake_up(connection)
                         asleep = False
                     elif asleep:
@@ -87,18 +95,20 @@ class Publisher:
 
         Returns how many jobs were taken from the queue before the latter.
         """
-        publish_batch = partial(self._publish_batch, connection, bus)
-        refused_once: set[UUID] = set()
-        publish = partial(run_pass, publish_batch, size=self.size, stop=stop, refused=self._log_refusal, skip=refused_once)
-        published = await publish()
+        self.refused.clear()
+        published = await self._publish(connection, bus, stop)
 
         async def repeat_batch(limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
             await self._repeat_batch(connection, bus, limit, skip, claimed)
-            await publish()
+            await self._publish(connection, bus, stop)
 
         if await self._any_unacked(connection):
             await run_pass(repeat_batch, size=self.size, stop=stop, refused=self._log_refusal)
         return published
+
+    async def _publish(self, connection: Connection, bus: Bus, stop: Stop) -> int:
+        publish_batch = partial(self._publish_batch, connection, bus)
+        return await run_pass(publish_batch, size=self.size, stop=stop, refused=self._log_refusal, skip=self.refused)
 
     async def _any_unacked(self, connection: Connection) -> bool:
         if self.intake.running_seconds() is None:

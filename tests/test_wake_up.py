@@ -731,7 +731,7 @@ async def test_while_an_insert_is_under_way_that_will_not_notify_it_looks_every_
     assert sleepers(db) == []
     producer.commit()
     await clock.advance_to(0.18)
-    await until(lambda: rests[3:] == [(0.18, 5)])
+    await until(lambda: [(begun, round(seconds, 3)) for begun, seconds in rests[3:]] == [(0.18, 4.82)])
     assert db.job(late)["published_at"] == clock.at(0.18)
     assert len(sleepers(db)) == 1
 
@@ -744,10 +744,10 @@ async def test_two_that_sleep_are_both_woken_by_one_insert_which_goes_out_once(
     for _ in range(2):
         await start_publisher()
     for turn in range(1, 11):
-        await until(lambda: len([1 for _, seconds in rests if seconds == 3600]) == 2 * turn, what="sleep")  # noqa: B023
+        await until(lambda: len([1 for _, seconds in rests if seconds > 1]) == 2 * turn, what="sleep")  # noqa: B023
         producer.insert()
         producer.commit()
-    await until(lambda: len([1 for _, seconds in rests if seconds == 3600]) == 22, what="sleep")
+    await until(lambda: len([1 for _, seconds in rests if seconds > 1]) == 22, what="sleep")
     assert sorted(one.document["attempt"] for one in service.heard()) == list(range(1, 11))
     assert len(sleepers(db)) == 1
 

@@ -34,6 +34,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Without the wake-up and the indexes the daemon of this version does not start."""
-    op.execute("DROP TRIGGER recognition_job_notify ON recognition_job")
+    op.execute("DROP TRIGGER IF EXISTS recognition_job_notify ON recognition_job")
     op.execute("DROP FUNCTION recognition_job_notify()")
     op.execute("DROP INDEX recognition_job_queued_idx, recognition_job_unacked_idx, recognition_job_awaited_idx")

@@ -25,7 +25,6 @@ from typing import Any
 import asyncpg
 import nats
 import psycopg
-import trio
 import uvloop
 from pgqueuer import Job, PgQueuer, Queries
 from pgqueuer.db import AsyncpgDriver
@@ -35,7 +34,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tests.bench import latency, plain, workload
 from tests.bench.context import Context, Measure
-from tests.bench.exchange import NotOnce
+from tests.bench.exchange import NotOnce, run_half
 from tests.bench.figures import Row, Target
 from tests.bench.workload import answers
 from tests.support.servers import fresh_database
@@ -132,7 +131,7 @@ def beside_plain(context: Context) -> list[Row]:
 
     def ours(jobs: int) -> dict[str, float]:
         rows = _queued(context, jobs)
-        return _rates(jobs, trio.run(bench.publish, rows), trio.run(bench.apply, rows))
+        return _rates(jobs, run_half(bench.publish, rows), run_half(bench.apply, rows))
 
     def theirs(jobs: int) -> dict[str, float]:
         return asyncio.run(_run_plain(context, min(jobs, _SLOW_JOBS)))

@@ -13,16 +13,26 @@ from tempfile import TemporaryDirectory
 import psycopg
 import trio
 
-from armcore_trio import store
-from armcore_trio.database import connect
-from armcore_trio.publisher import _LONGEST_NAP_SECONDS
+from armcore_trio.bus import Bus
+from armcore_trio.database import Connection
+from armcore_trio.inbox import Inbox
+from armcore_trio.publisher import Publisher
+from armcore_trio.status import TaskStatus
+from armcore_trio.supervisor import Stop
 from tests.bench.context import Context
 from tests.bench.figures import Row, Target
 from tests.bench.workload import clear
 
 _ROWS = 10_000
 _CLIENTS, _THREADS, _SECONDS = 8, 2, 1
-_ASLEEP_SECONDS = 0.5
+
+_LOOK = """
+SELECT count(*) FROM (
+    SELECT FROM recognition_job
+    WHERE status = 'queued' AND created_at > coalesce(current_setting('bench.looked', true), '-infinity')::timestamptz
+    LIMIT %(limit)s
+) AS new
+"""
 
 _FILES = """
 INSERT INTO stored_file (id, file_name)
@@ -40,7 +50,7 @@ VALUES (('00000000-0000-0000-0000-' || lpad(:file::text, 12, '0'))::uuid, 'tabul
 def measure(context: Context) -> list[Row]:
     """One statement of many rows, and many clients of one row each, with the trigger and without."""
     target = Target("at least", 0.9)
-    with psycopg.connect(context.dsn, autocommit=True) as connection, _sleeper(context.dsn):
+    with psycopg.connect(context.dsn, autocommit=True) as connection, _sleeper(context):
         many = partial(_insert_many, connection)
         single = partial(_pgbench, context)
         careless = partial(_pgbench, context, PGOPTIONS="-c synchronous_commit=off")
@@ -88,24 +98,36 @@ def _pgbench(context: Context, **environment: str) -> float:
     return float(line.split()[2])
 
 
+class _Looker(Publisher):
+    """Wakes, looks and sleeps as the publisher does, and finds what it would publish, but publishes nothing."""
+
+    async def run_once(self, connection: Connection, bus: Bus, stop: Stop) -> int:
+        """A look."""
+        return await self._publish(connection, bus, stop)
+
+    async def _publish(self, connection: Connection, _: Bus, __: Stop) -> int:
+        """How many rows came since the last look, up to a batch."""
+        [(found,)] = await (await connection.execute(_LOOK, {"limit": self.size.now})).fetchall()
+        await connection.execute("SELECT set_config('bench.looked', now()::text, false)")
+        return int(found)
+
+
 @contextmanager
-def _sleeper(dsn: str) -> Iterator[None]:
-    """Does as the publisher does, less the publishing: is woken, looks, and sleeps again if it may."""
-    stop = threading.Event()
+def _sleeper(context: Context) -> Iterator[None]:
+    """A publisher that notifications wake, in a thread of its own."""
+    bench, stopped = context.bench(), threading.Event()
+    looker = _Looker(bench.settings, bench.store, TaskStatus(), TaskStatus(), Inbox(1))
 
-    async def sleep() -> None:
-        async with connect(dsn, "bench") as connection:
-            await store.listen(connection)
-            while not stop.is_set():
-                await connection.execute("SELECT FROM recognition_job WHERE status = 'queued' LIMIT 1")
-                asleep = await store.fall_asleep(connection)
-                if await connection.notified(_ASLEEP_SECONDS if asleep else _LONGEST_NAP_SECONDS):
-                    await store.wake_up(connection)
+    async def publish() -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(looker.run, Stop())
+            await trio.to_thread.run_sync(stopped.wait)
+            nursery.cancel_scope.cancel()
 
-    thread = threading.Thread(target=trio.run, args=[sleep])
+    thread = threading.Thread(target=trio.run, args=[publish])
     thread.start()
     try:
         yield
     finally:
-        stop.set()
+        stopped.set()
         thread.join()

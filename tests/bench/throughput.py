@@ -3,10 +3,9 @@
 from functools import partial
 
 import psycopg
-import trio
 
 from tests.bench.context import Context
-from tests.bench.exchange import Bench
+from tests.bench.exchange import Bench, run_half
 from tests.bench.figures import Row, Target
 from tests.bench.workload import ORDERED_ID, RANDOM_ID, clear, insert_history, insert_jobs
 
@@ -39,9 +38,9 @@ def cycle(context: Context) -> list[Row]:
 def history(context: Context) -> list[Row]:
     """Both halves beside a million finished jobs and in tables empty but for the turn's own.
 
-    The statistics of both databases are those of a hundred jobs; nothing is vacuumed or analysed from then on. What a turn
-    leaves beside the history joins it; the other tables are emptied. With random ids, which scatter over large indexes and
-    touch a page for each instead of a page for many, one sees why those of the tables grow with time.
+    Nothing is vacuumed or analysed once there are a hundred jobs, so the statistics know nothing of the million. What a turn
+    leaves beside the history joins it; the other tables are emptied. With random ids of what is inserted, which scatter over
+    large indexes and touch a page for each instead of a page for many, one sees why those of the tables grow with time.
     """
     with context.database() as full:
         for dsn in (full, context.dsn):
@@ -71,4 +70,4 @@ def _halves(bench: Bench, jobs: int, *, keep: bool, new_id: str = ORDERED_ID) ->
         if not keep:
             clear(connection)
         rows = insert_jobs(connection, jobs, "queued", new_id, vacuum=False)
-    return jobs / trio.run(bench.publish, rows), jobs / trio.run(bench.apply, rows)
+    return jobs / run_half(bench.publish, rows), jobs / run_half(bench.apply, rows)

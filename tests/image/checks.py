@@ -263,7 +263,7 @@ def test_the_operations_guide_leads_to_a_healthy_probe(
     guide = (build.ROOT / "docs" / "operations.md").read_text()
     (block,) = re.findall(r"<!-- try: begin -->\n```sh\n(.+?)```\n<!-- try: end -->", guide, re.DOTALL)
     mark = f"test-{uuid4().hex}-"
-    script = block.replace("config/", f"{build.ROOT}/config/").replace("/etc/", f"{tmp_path}/")
+    script = block.replace("config/", f"{shlex.quote(str(build.ROOT))}/config/").replace("/etc/", f"{tmp_path}/")
     script = re.sub(r"(?<=localhost/)armcore-trio\b(?!-)", image.rpartition("/")[2], script)
     script = re.sub(r"\barmcore-trio-(?=dsn|nats|1)", f"{mark}armcore-trio-", script)
     for name, content in (("dsn", postgres.dsn(password=PASSWORD)), ("nats-url", nats.url), ("nats-seed", seed)):
