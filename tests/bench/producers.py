@@ -26,6 +26,8 @@ from tests.bench.workload import clear
 _ROWS = 10_000
 _CLIENTS, _THREADS, _SECONDS = 8, 2, 1
 
+_LOCK = 27428886886183525
+"""As in `fall_asleep.sql`."""
 _LOOK = """
 SELECT count(*) FROM (
     SELECT FROM recognition_job
@@ -48,7 +50,11 @@ VALUES (('00000000-0000-0000-0000-' || lpad(:file::text, 12, '0'))::uuid, 'tabul
 
 
 def measure(context: Context) -> list[Row]:
-    """One statement of many rows, and many clients of one row each, with the trigger and without."""
+    """One statement of many rows, and many clients of one row each, with the trigger and without.
+
+    A publisher looks for them all the while in both cases: without the trigger it is kept awake by a lock, as an insert under
+    way would hold it.
+    """
     target = Target("at least", 0.9)
     with psycopg.connect(context.dsn, autocommit=True) as connection, _sleeper(context):
         many = partial(_insert_many, connection)
@@ -72,7 +78,12 @@ def _turn(connection: psycopg.Connection, insert: Callable[[], float], trigger: 
     connection.execute(_FILES, {"count": _ROWS})
     connection.execute("VACUUM ANALYZE")
     connection.execute(f"ALTER TABLE recognition_job {trigger} TRIGGER recognition_job_notify".encode())
-    return insert()
+    if trigger == "DISABLE":
+        connection.execute("NOTIFY recognition_job_queued")  # lets go of the lock, if it sleeps
+        connection.execute("SELECT pg_advisory_lock_shared(%s)", [_LOCK])
+    rate = insert()
+    connection.execute("SELECT pg_advisory_unlock_all()")
+    return rate
 
 
 def _insert_many(connection: psycopg.Connection) -> float:
