@@ -244,6 +244,20 @@ def test_a_core_without_the_circular_key_gains_it(empty: str) -> None:
 
 
 @pytest.mark.req("B52")
+@pytest.mark.req("D1.6")
+def test_a_trigger_that_an_operator_has_dropped_or_disabled_stays_so(dsn: str, db: Database) -> None:
+    """As the guide tells users of two-phase commit to."""
+    state = "SELECT tgenabled::text FROM pg_trigger WHERE tgname = 'recognition_job_notify'"
+    db.execute("ALTER TABLE recognition_job DISABLE TRIGGER recognition_job_notify")
+    for revision in ("0002", None):
+        migrate(dsn, revision)
+        assert db.value(state) == "D"
+    db.execute("DROP TRIGGER recognition_job_notify ON recognition_job")
+    for revision in ("0002", None, "base"):
+        migrate(dsn, revision)
+        assert not db.execute(state)
+
+
 @pytest.mark.parametrize("start", ["", "0001", "0002"])
 def test_of_several_at_once_one_migrates_and_all_are_content(empty: str, start: str) -> None:
     if start:

@@ -27,6 +27,7 @@ from tests.support.database import Database, JobIds, Sleeper
 from tests.support.exchange import Exchange, open_exchange
 from tests.support.failing import failing
 from tests.support.records import Records
+from tests.support.refusals import refuse
 from tests.support.servers import start_postgres
 from tests.support.service import ServiceClient
 from tests.support.waiting import LIMIT_SECONDS, until, wait_until
@@ -734,6 +735,29 @@ async def test_while_an_insert_is_under_way_that_will_not_notify_it_looks_every_
     await until(lambda: [(begun, round(seconds, 3)) for begun, seconds in rests[3:]] == [(0.18, 4.82)])
     assert db.job(late)["published_at"] == clock.at(0.18)
     assert len(sleepers(db)) == 1
+
+
+@pytest.mark.req("D1.6", "B48")
+async def test_a_job_that_cannot_be_written_is_tried_once_a_poll_however_often_it_looks(
+    clock: FrozenClock,
+    db: Database,
+    producer: Producer,
+    start_publisher: StartPublisher,
+    rests: list[tuple[float, float]],
+    log: Records,
+) -> None:
+    guilty = db.insert_job()
+    refuse(db, "recognition_job", [guilty])
+    producer.insert()  # keeps it awake
+    await start_publisher()
+    for look in range(1, 6):
+        await until(lambda: len(rests) == look)  # noqa: B023
+        await clock.advance(0.06)
+    await until(lambda: len(rests) == 6)
+    assert len(log.named("outbox.write_refused")) == 1
+    await clock.advance_to(5)
+    await until(lambda: len(log.named("outbox.write_refused")) == 2)
+    log.claim("outbox.write_refused")
 
 
 @pytest.mark.req("D1.6", "R1")
