@@ -16,9 +16,9 @@ import click
 import trio
 
 from armcore_trio import __version__, logs
+from armcore_trio.borders.store import SCHEMA_VERSION, Store
 from armcore_trio.errors import DependencyDown, SchemaOutdated, SettingsError, WriteRefused, describe
 from armcore_trio.settings import DSN, Settings, load
-from armcore_trio.store import SCHEMA_VERSION, Store
 from armcore_trio.values import LogFormat
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def run(migrate: bool) -> None:
 @click.option("--to", "revision", metavar="REVISION", help="Go up or down to this revision ('base' for none).")
 def migrate(sql: bool, revision: str | None) -> None:
     """Bring the database schema up to date. Several at once do no harm."""
-    from armcore_trio import migrate as migrations
+    from armcore_trio.borders import migrate as migrations
 
     if revision not in {None, "base", *migrations.revisions()}:
         raise click.UsageError(f"there is no revision {revision}; there are {', '.join(migrations.revisions())}")
@@ -72,7 +72,7 @@ def migrate(sql: bool, revision: str | None) -> None:
 @as_json
 def check(connect: bool, as_json: bool) -> None:
     """Check the settings, and with --connect whether the servers can be used with them."""
-    from armcore_trio import check as checks
+    from armcore_trio.commands import check as checks
 
     settings = _settings()
     report = checks.report(settings)
@@ -91,7 +91,7 @@ def check(connect: bool, as_json: bool) -> None:
 @click.option("--live", is_flag=True, help="Ask /livez: whether a restart would help, whatever the servers do.")
 def probe(live: bool) -> None:
     """Ask the daemon's /healthcheck: exit 0 if it says ok, 1 if not."""
-    from armcore_trio.probe import ask
+    from armcore_trio.commands.probe import ask
 
     healthy, text = ask(_settings(database=False).health_bind, live=live)
     click.echo(text)
@@ -107,7 +107,7 @@ def probe(live: bool) -> None:
 @as_json
 def submit(bucket: str, key: str, name: str, pipeline: str, content_type: str | None, as_json: bool) -> None:
     """Register a source object, its file and a queued job, as the core would."""
-    from armcore_trio import operators
+    from armcore_trio.commands import operators
 
     job = _with_store(
         lambda store: operators.submit(
@@ -122,7 +122,7 @@ def submit(bucket: str, key: str, name: str, pipeline: str, content_type: str | 
 @as_json
 def retry(jobs: tuple[UUID, ...], as_json: bool) -> None:
     """Give the files of failed jobs (timeout, dlq, error) a new attempt."""
-    from armcore_trio import operators
+    from armcore_trio.commands import operators
 
     results = _with_store(lambda store: operators.retry(store, jobs))
     if as_json:
@@ -154,7 +154,7 @@ def retry(jobs: tuple[UUID, ...], as_json: bool) -> None:
 )
 def simulate(pipelines: tuple[str, ...], delay_seconds: float) -> None:
     """Be a recognition service that answers by what the file's name says (needs_check, error, silent, anything else is done)."""
-    from armcore_trio import simulator
+    from armcore_trio.kit import simulator
 
     settings = _settings(database=False)
     logs.configure(settings.log_format, debug=settings.debug, secrets=settings.secrets)
@@ -166,7 +166,7 @@ def simulate(pipelines: tuple[str, ...], delay_seconds: float) -> None:
 @as_json
 def review_log(log: TextIO, as_json: bool) -> None:
     """Tell the story of a daemon's log (a file, or standard input). Exit 1 if something in it does not add up."""
-    from armcore_trio.review import review
+    from armcore_trio.commands.review import review
 
     result = review(log)
     if as_json:
@@ -183,7 +183,7 @@ def review_log(log: TextIO, as_json: bool) -> None:
 @click.option("--jobs", default=12, show_default=True, type=click.IntRange(1, 10_000), help="How many jobs to submit.")
 def demo(jobs: int) -> None:
     """The whole system on an embedded PostgreSQL and nats-server: watch jobs travel. Needs the extra `demo`."""
-    from armcore_trio.demo import demonstrate
+    from armcore_trio.demo.demo import demonstrate
 
     sys.exit(demonstrate(jobs))
 

@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator
 import trio
 
 from armcore_trio import __version__, logs
+from armcore_trio.borders.store import SCHEMA_VERSION, Store
 from armcore_trio.errors import Dependency, Unrecoverable, leaves
-from armcore_trio.health import DatabaseProbe, HealthServer
-from armcore_trio.inbox import Inbox
-from armcore_trio.publisher import Publisher
+from armcore_trio.exchange.inbox import Inbox
+from armcore_trio.exchange.publisher import Publisher
+from armcore_trio.exchange.subscriber import Application, Intake
+from armcore_trio.exchange.watchdog import Watchdog
+from armcore_trio.observation.health import DatabaseProbe, HealthServer
 from armcore_trio.settings import Settings
 from armcore_trio.shutdown import Shutdown, abandon_rest, log_complete
-from armcore_trio.status import Status
-from armcore_trio.store import SCHEMA_VERSION, Store
-from armcore_trio.subscriber import Application, Intake
-from armcore_trio.supervisor import ChildSpec, Supervisor
-from armcore_trio.watchdog import Watchdog
+from armcore_trio.supervision.status import Status
+from armcore_trio.supervision.supervisor import ChildSpec, Supervisor
 
 _GAVE_UP = 70
 GC_THRESHOLD = 10_000
@@ -87,7 +87,7 @@ class _Upgrade:
         async with self._lock:
             if self._done:
                 return
-            from armcore_trio.migrate import migrate  # noqa: PLC0415 - Alembic costs a start that needs none a third of a second
+            from armcore_trio.borders.migrate import migrate  # noqa: PLC0415 - Alembic costs a start that needs none a third of a second
 
             before = await trio.to_thread.run_sync(migrate, self._dsn, abandon_on_cancel=True)
             if before != SCHEMA_VERSION:

@@ -7,4 +7,4 @@ _ROOT = _PACKAGE if (_PACKAGE / "schemas").is_dir() else _PACKAGE.parent
 
 SCHEMAS = _ROOT / "schemas"
 MIGRATIONS = _ROOT / "migrations"
-SQL = _PACKAGE / "sql"
+SQL = _PACKAGE / "borders" / "sql"

@@ -12,7 +12,7 @@ from attrs import field, fields, frozen
 from cattrs import ClassValidationError, Converter
 from cattrs.gen import make_dict_structure_fn, override
 
-from armcore_trio.database import check_dsn
+from armcore_trio.borders.database import check_dsn
 from armcore_trio.errors import SettingsError
 from armcore_trio.values import (
     BadValue,

@@ -10,10 +10,10 @@ import trio
 from attrs import frozen
 
 from armcore_trio import logs
-from armcore_trio.inbox import Inbox
-from armcore_trio.status import Status
-from armcore_trio.subscriber import abandon
-from armcore_trio.supervisor import Supervisor
+from armcore_trio.exchange.inbox import Inbox
+from armcore_trio.exchange.subscriber import abandon
+from armcore_trio.supervision.status import Status
+from armcore_trio.supervision.supervisor import Supervisor
 
 _log = logs.get()
 

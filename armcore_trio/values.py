@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import nkeys
 from attrs import frozen
 
-from armcore_trio.database import check_dsn
+from armcore_trio.borders.database import check_dsn
 
 
 class BadValue(Exception):

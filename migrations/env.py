@@ -1,4 +1,4 @@
-"""How Alembic reaches the database. Called by `armcore_trio.migrate`, which hands over a connection (or none, to print SQL)."""
+"""How Alembic reaches the database. Called by `borders/migrate.py` with a connection, or none to print SQL."""
 
 from alembic import context
 

@@ -7,8 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from armcore_trio import settings as settings_module
-from armcore_trio.embedded import Nats, Postgres
-from armcore_trio.migrate import migrate
+from armcore_trio.borders.migrate import migrate
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import Settings
 from tests.support.clock import FrozenClock
 from tests.support.daemon import DaemonProcess

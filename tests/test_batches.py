@@ -8,12 +8,12 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armcore_trio import store
-from armcore_trio.bus import Received
+from armcore_trio.borders import store
+from armcore_trio.borders.bus import Received
 from armcore_trio.errors import Dependency, DependencyDown, RowsLocked, WriteRefused
-from armcore_trio.inbox import BATCH_BYTES, Inbox, Pending
-from armcore_trio.passes import BatchSize, run_pass
-from armcore_trio.supervisor import Stop
+from armcore_trio.exchange.inbox import BATCH_BYTES, Inbox, Pending
+from armcore_trio.exchange.passes import BatchSize, run_pass
+from armcore_trio.supervision.supervisor import Stop
 from tests.support import envelopes
 from tests.support.clock import FrozenClock
 from tests.support.database import Database, JobIds, Row

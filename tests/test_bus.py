@@ -21,9 +21,9 @@ import pytest
 import trio
 import trustme
 
-from armcore_trio import bus as bus_module
-from armcore_trio.bus import Bus, Message, Received, open_bus
-from armcore_trio.embedded import Nats
+from armcore_trio.borders import bus as bus_module
+from armcore_trio.borders.bus import Bus, Message, Received, open_bus
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.errors import DependencyDown
 from armcore_trio.settings import CA_FILE, DSN, JWT, SEED, URL, Settings, load
 from tests.support.credentials import Operator, new_seed, public_key, tls_config
@@ -608,7 +608,7 @@ async def test_a_tls_peer_that_falls_silent_in_the_handshake_costs_the_limit() -
 
 
 def test_the_authorities_of_the_system_count_without_a_file_of_ours() -> None:
-    from armcore_trio.nats_client import credentials
+    from armcore_trio.borders.nats_client import credentials
 
     options = credentials(settings_for("tls://nats.example"), settings_for("tls://nats.example").nats_url[0])
     assert options["tls"].verify_mode is ssl.CERT_REQUIRED

@@ -153,12 +153,12 @@ def test_the_operations_guide_lists_every_event_of_the_code() -> None:
     logged = re.compile(r'(?:info|warning|error|critical)\)?\(\s*"([a-z_]+\.[a-z_]+)"|_report\("([a-z_]+\.[a-z_]+)"')
     found = {
         event
-        for path in (ROOT / "armcore_trio").glob("*.py")
+        for path in (ROOT / "armcore_trio").rglob("*.py")
         for match in logged.findall(path.read_text())
         for event in match
         if event
     }
     assert {event for event in found if not event.startswith("simulator.")} <= documented
-    from armcore_trio.lifecycle import Outcome
+    from armcore_trio.protocol.lifecycle import Outcome
 
     assert {f"inbox.{outcome}" for outcome in Outcome} <= documented

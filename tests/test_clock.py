@@ -5,8 +5,8 @@ import time
 import pytest
 import trio
 
-from armcore_trio.bus import Message, open_bus
-from armcore_trio.database import connect
+from armcore_trio.borders.bus import Message, open_bus
+from armcore_trio.borders.database import connect
 from armcore_trio.settings import Settings
 from tests.support.clock import FrozenClock
 from tests.support.database import Database

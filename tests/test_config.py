@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from attrs import fields
 
-from armcore_trio.embedded import Nats
-from armcore_trio.review import _ADDS_TO
+from armcore_trio.commands.review import _ADDS_TO
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.settings import DSN, SEED, URL, Settings, load
-from armcore_trio.status import BOOKS
+from armcore_trio.supervision.status import BOOKS
 from tests.conftest import StartDaemon
 from tests.support.credentials import new_seed, public_key
 from tests.support.database import Database

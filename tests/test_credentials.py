@@ -14,9 +14,9 @@ import pytest
 import trustme
 from attrs import Factory, define, frozen
 
-from armcore_trio.embedded import Nats
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.settings import CA_FILE, JWT, SEED, URL
-from armcore_trio.supervisor import RestartPolicy
+from armcore_trio.supervision.supervisor import RestartPolicy
 from tests.conftest import StartDaemon
 from tests.support.credentials import Operator, new_seed, public_key, tls_config
 from tests.support.daemon import DaemonProcess

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from armcore_trio.embedded import Nats
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.settings import URL
 from tests.conftest import StartDaemon
 from tests.support import envelopes

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import DSN, JWT, SEED, URL
 from tests.conftest import StartDaemon
 from tests.support.credentials import user_credentials

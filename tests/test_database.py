@@ -14,9 +14,9 @@ import pytest
 import trio
 from psycopg import pq
 
-from armcore_trio import database
-from armcore_trio.database import Connection, bounded, check_dsn, connect
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.borders import database
+from armcore_trio.borders.database import Connection, bounded, check_dsn, connect
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from tests.support.database import Database
 from tests.support.failing import failing

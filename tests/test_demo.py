@@ -16,9 +16,10 @@ from uuid import uuid4
 import pytest
 import trio
 
-from armcore_trio import demo, simulator
-from armcore_trio.bus import Bus, Message, Received, open_bus
-from armcore_trio.embedded import Nats
+from armcore_trio.borders.bus import Bus, Message, Received, open_bus
+from armcore_trio.demo import demo
+from armcore_trio.demo.embedded import Nats
+from armcore_trio.kit import simulator
 from armcore_trio.settings import DSN, URL, Settings, load
 
 DEMO = [sys.executable, "-m", "armcore_trio", "demo", "--jobs", "6"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from armcore_trio.embedded import EmbeddedError, Nats, Postgres
-from armcore_trio.server_process import ServerProcess
+from armcore_trio.demo.embedded import EmbeddedError, Nats, Postgres
+from armcore_trio.demo.server_process import ServerProcess
 
 LIMIT_SECONDS = 20
 
@@ -190,7 +190,7 @@ def test_closing_leaves_nothing(kind: type[ServerProcess]) -> None:
 
 def test_servers_do_not_outlive_a_killed_program() -> None:
     program = textwrap.dedent("""
-        from armcore_trio.embedded import Nats, Postgres
+        from armcore_trio.demo.embedded import Nats, Postgres
         with Postgres(settings={"fsync": "off"}) as postgres, Nats() as nats:
             print(postgres.pid, nats.pid, postgres._base, nats._base, sep="\\n", flush=True)
             input()

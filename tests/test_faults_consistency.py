@@ -8,7 +8,7 @@ from time import monotonic
 
 import pytest
 
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import DSN, URL
 from tests.conftest import StartDaemon
 from tests.support.database import Database, JobIds

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from armcore_trio.embedded import Postgres
+from armcore_trio.demo.embedded import Postgres
 from armcore_trio.settings import DSN, URL
 from tests.conftest import StartDaemon
 from tests.support import envelopes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from armcore_trio.embedded import Postgres
+from armcore_trio.demo.embedded import Postgres
 from armcore_trio.settings import DSN
 from tests.conftest import StartDaemon
 from tests.support import envelopes

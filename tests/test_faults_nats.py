@@ -9,7 +9,7 @@ from time import monotonic
 import psycopg
 import pytest
 
-from armcore_trio.embedded import Nats
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.settings import JWT, SEED, URL
 from tests.conftest import StartDaemon
 from tests.support import envelopes

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import URL
 from tests.conftest import StartDaemon
 from tests.support import envelopes

@@ -13,11 +13,11 @@ import structlog
 import trio
 from attrs import Factory, define
 
-from armcore_trio import health
 from armcore_trio.errors import Dependency, DependencyDown, leaves
-from armcore_trio.health import CannotListen, DatabaseProbe, HealthServer
-from armcore_trio.status import Status
-from armcore_trio.supervisor import Stop
+from armcore_trio.observation import health
+from armcore_trio.observation.health import CannotListen, DatabaseProbe, HealthServer
+from armcore_trio.supervision.status import Status
+from armcore_trio.supervision.supervisor import Stop
 from armcore_trio.values import Endpoint
 
 SUBJECTS = {"tabular_request": "files.tabular_uploaded", "image_request": "files.img_uploaded", "result": "files.tabular_parsed"}

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from armcore_trio import inbox as inbox_module
-from armcore_trio.bus import Received
-from armcore_trio.inbox import Inbox, Pending
-from armcore_trio.messages import Envelope, Invalid, Reason
+from armcore_trio.borders.bus import Received
+from armcore_trio.exchange import inbox as inbox_module
+from armcore_trio.exchange.inbox import Inbox, Pending
+from armcore_trio.protocol.messages import Envelope, Invalid, Reason
 
 JOB = "3f2b8a54-6c1d-4e0f-9b7a-2d5c8e1f0a63"
 

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from armcore_trio.bus import Received
-from armcore_trio.inbox import Pending
-from armcore_trio.lifecycle import (
+from armcore_trio.borders.bus import Received
+from armcore_trio.exchange.inbox import Pending
+from armcore_trio.exchange.subscriber import decide
+from armcore_trio.protocol.lifecycle import (
     FINAL,
     RETRYABLE,
     TRANSITIONS,
@@ -32,8 +33,7 @@ from armcore_trio.lifecycle import (
     decide_unacked,
     receive,
 )
-from armcore_trio.messages import Envelope, ObjectKey, Reason, Service, ServiceFailure, ServiceStatus
-from armcore_trio.subscriber import decide
+from armcore_trio.protocol.messages import Envelope, ObjectKey, Reason, Service, ServiceFailure, ServiceStatus
 
 ARCHITECTURE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text("utf-8")
 RAW_BUCKET = "arm-ka"

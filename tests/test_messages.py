@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from armcore_trio import messages
-from armcore_trio.lifecycle import Outcome
-from armcore_trio.messages import (
+from armcore_trio.protocol import messages
+from armcore_trio.protocol.lifecycle import Outcome
+from armcore_trio.protocol.messages import (
     MAX_DEPTH,
     Envelope,
     Invalid,

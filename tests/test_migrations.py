@@ -11,12 +11,12 @@ import psycopg
 import pytest
 import trio
 
-from armcore_trio import migrate as migrate_module
-from armcore_trio.embedded import Postgres
+from armcore_trio.borders import migrate as migrate_module
+from armcore_trio.borders.migrate import migrate, script
+from armcore_trio.borders.store import SCHEMA_VERSION, Store
+from armcore_trio.demo.embedded import Postgres
 from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
-from armcore_trio.lifecycle import Status
-from armcore_trio.migrate import migrate, script
-from armcore_trio.store import SCHEMA_VERSION, Store
+from armcore_trio.protocol.lifecycle import Status
 from tests.support.database import TABLES, Database, Sleeper
 from tests.support.failing import failing
 from tests.support.records import Records

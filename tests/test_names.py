@@ -11,9 +11,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from armcore_trio import bus as bus_module
-from armcore_trio.bus import CONNECT_SECONDS, Message, open_bus
-from armcore_trio.embedded import Nats
+from armcore_trio.borders import bus as bus_module
+from armcore_trio.borders.bus import CONNECT_SECONDS, Message, open_bus
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.settings import DSN, URL, Settings, load
 from tests.conftest import StartDaemon
 from tests.support.failing import nats_down

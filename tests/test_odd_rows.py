@@ -5,8 +5,8 @@ from uuid import uuid4
 
 import pytest
 
-from armcore_trio.embedded import Nats, Postgres
-from armcore_trio.migrate import migrate
+from armcore_trio.borders.migrate import migrate
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import load
 from tests.support import envelopes
 from tests.support.clock import FrozenClock

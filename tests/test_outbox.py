@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import trio
 
-from armcore_trio.messages import validator
-from armcore_trio.publisher import Publisher
+from armcore_trio.exchange.publisher import Publisher
+from armcore_trio.protocol.messages import validator
 from armcore_trio.settings import Settings
 from tests.support.clock import FrozenClock
 from tests.support.database import Database

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import trio
 
-from armcore_trio.embedded import Nats
-from armcore_trio.publisher import Publisher
+from armcore_trio.demo.embedded import Nats
+from armcore_trio.exchange.publisher import Publisher
 from armcore_trio.settings import URL, Settings, load
-from armcore_trio.supervisor import ChildSpec, Supervisor
+from armcore_trio.supervision.supervisor import ChildSpec, Supervisor
 from tests.support import envelopes
 from tests.support.clock import FrozenClock
 from tests.support.database import Database

@@ -5,10 +5,10 @@ from uuid import uuid4
 
 import pytest
 
-from armcore_trio.bus import Message, Received
-from armcore_trio.embedded import Nats
-from armcore_trio.inbox import Inbox, Pending
-from armcore_trio.messages import Invalid
+from armcore_trio.borders.bus import Message, Received
+from armcore_trio.demo.embedded import Nats
+from armcore_trio.exchange.inbox import Inbox, Pending
+from armcore_trio.protocol.messages import Invalid
 from armcore_trio.settings import URL, load
 from tests.support.database import Database, JobIds
 from tests.support.exchange import Exchange, open_exchange

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from armcore_trio import __version__
-from armcore_trio.embedded import Postgres
-from armcore_trio.migrate import script
+from armcore_trio.borders.migrate import script
+from armcore_trio.demo.embedded import Postgres
 from armcore_trio.settings import DSN
 from tests.support.servers import fresh_database
 
@@ -99,7 +99,7 @@ def test_its_migrations(site: Path, tmp_path: Path, postgres: Postgres) -> None:
 
 def test_its_schemas(site: Path, tmp_path: Path) -> None:
     program = (
-        "import json; from armcore_trio.messages import validator\n"
+        "import json; from armcore_trio.protocol.messages import validator\n"
         "for name in ('recognition-request', 'recognition-result-message'):\n"
         "    print(json.dumps(sorted(validator(name).schema['required'])))"
     )
@@ -115,7 +115,7 @@ def test_its_schemas(site: Path, tmp_path: Path) -> None:
 
 def test_its_statements(site: Path, tmp_path: Path) -> None:
     """They are read when the module is."""
-    found = run(site, "-c", "import armcore_trio.store, armcore_trio.operators, armcore_trio.daemon", cwd=tmp_path)
+    found = run(site, "-c", "import armcore_trio.borders.store, armcore_trio.daemon", cwd=tmp_path)
     assert (found.returncode, found.stderr) == (0, "")
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
-from armcore_trio.passes import BatchSize, Refusal, run_pass
-from armcore_trio.supervisor import Stop
+from armcore_trio.exchange.passes import BatchSize, Refusal, run_pass
+from armcore_trio.supervision.supervisor import Stop
 
 PATIENCE = 10_000
 

@@ -13,11 +13,11 @@ import trio
 from attrs import define, field
 from psycopg import sql
 
-from armcore_trio import store
-from armcore_trio.database import Connection, connect
-from armcore_trio.embedded import Postgres
-from armcore_trio.lifecycle import Event, Job, Outcome, Status, advance, receive
-from armcore_trio.messages import Envelope, decode
+from armcore_trio.borders import store
+from armcore_trio.borders.database import Connection, connect
+from armcore_trio.demo.embedded import Postgres
+from armcore_trio.protocol.lifecycle import Event, Job, Outcome, Status, advance, receive
+from armcore_trio.protocol.messages import Envelope, decode
 from tests.support import envelopes
 from tests.support.database import JobIds
 from tests.support.servers import fresh_database

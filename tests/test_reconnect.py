@@ -10,11 +10,11 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.errors import Dependency, DependencyDown
 from armcore_trio.settings import DSN, URL, Settings, load
-from armcore_trio.status import State, TaskStatus
-from armcore_trio.supervisor import ChildSpec, Supervisor
+from armcore_trio.supervision.status import State, TaskStatus
+from armcore_trio.supervision.supervisor import ChildSpec, Supervisor
 from tests.support import envelopes
 from tests.support.clock import FrozenClock
 from tests.support.database import Database, JobIds

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from armcore_trio.embedded import Nats
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.errors import Dependency, DependencyDown
-from armcore_trio.publisher import Publisher
+from armcore_trio.exchange.publisher import Publisher
 from armcore_trio.settings import URL, Settings, load
 from tests.support import envelopes
 from tests.support.clock import FrozenClock

@@ -18,8 +18,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from armcore_trio import settings as settings_module
-from armcore_trio.check import report
 from armcore_trio.cli import main
+from armcore_trio.commands.check import report
 from armcore_trio.errors import SettingsError
 from armcore_trio.settings import CA_FILE, DSN, JWT, SEED, URL, Settings, load
 from armcore_trio.values import Endpoint, LogFormat, NatsServer, Secret

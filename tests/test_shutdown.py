@@ -18,13 +18,13 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from armcore_trio import daemon, logs
-from armcore_trio.bus import Received
+from armcore_trio.borders.bus import Received
 from armcore_trio.errors import Dependency, DependencyDown
-from armcore_trio.inbox import Inbox, Pending
+from armcore_trio.exchange.inbox import Inbox, Pending
 from armcore_trio.settings import Settings, load
 from armcore_trio.shutdown import Shutdown, log_complete
-from armcore_trio.status import State, Status
-from armcore_trio.supervisor import ChildSpec, Stop, Supervisor
+from armcore_trio.supervision.status import State, Status
+from armcore_trio.supervision.supervisor import ChildSpec, Stop, Supervisor
 from tests.support import envelopes
 from tests.support.database import JobIds
 from tests.support.records import Records

@@ -14,7 +14,7 @@ from attrs import frozen
 from click.testing import CliRunner
 
 from armcore_trio.cli import main
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import DSN, URL
 from tests.conftest import StartDaemon
 from tests.support import envelopes

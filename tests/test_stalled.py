@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 import trio
 
-from armcore_trio.embedded import Nats
-from armcore_trio.health import HealthServer
-from armcore_trio.publisher import Publisher
+from armcore_trio.borders.store import Store
+from armcore_trio.demo.embedded import Nats
+from armcore_trio.exchange.publisher import Publisher
+from armcore_trio.observation.health import HealthServer
 from armcore_trio.settings import URL, Settings, load
-from armcore_trio.status import State, Status
-from armcore_trio.store import Store
-from armcore_trio.supervisor import Stop
+from armcore_trio.supervision.status import State, Status
+from armcore_trio.supervision.supervisor import Stop
 from armcore_trio.values import Endpoint
 from tests.support.clock import FrozenClock
 from tests.support.database import Database

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from armcore_trio.errors import Dependency, DependencyDown
-from armcore_trio.status import BOOKS, Book, State, Status, TaskStatus
+from armcore_trio.supervision.status import BOOKS, Book, State, Status, TaskStatus
 
 SUBJECTS = {"tabular_request": "a", "image_request": "b", "result": "c"}
 NATS, DATABASE = Dependency.NATS, Dependency.DATABASE

@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, Unrecoverable
-from armcore_trio.status import State, TaskStatus
-from armcore_trio.supervisor import ChildSpec, History, Kind, Mode, RestartPolicy, ReturnedEarly, Stop, Supervisor, classify
+from armcore_trio.supervision.status import State, TaskStatus
+from armcore_trio.supervision.supervisor import (
+    ChildSpec,
+    History,
+    Kind,
+    Mode,
+    RestartPolicy,
+    ReturnedEarly,
+    Stop,
+    Supervisor,
+    classify,
+)
 
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SEED = 7

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armcore_trio.messages import quick_validator, schema, validator
+from armcore_trio.protocol.messages import quick_validator, schema, validator
 
 NAMES = ["recognition-request", "recognition-result-message"]
 JOB, FILE = str(uuid4()), str(uuid4())

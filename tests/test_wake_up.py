@@ -15,11 +15,11 @@ import trio
 from attrs import Factory, define, field
 from trio.testing import wait_all_tasks_blocked
 
-from armcore_trio import store
-from armcore_trio.database import Connection
+from armcore_trio.borders import store
+from armcore_trio.borders.database import Connection
+from armcore_trio.borders.migrate import migrate
 from armcore_trio.errors import DependencyDown
-from armcore_trio.migrate import migrate
-from armcore_trio.publisher import Publisher
+from armcore_trio.exchange.publisher import Publisher
 from armcore_trio.settings import Settings
 from tests.conftest import StartDaemon
 from tests.support.clock import FrozenClock

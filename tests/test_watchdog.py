@@ -3,8 +3,8 @@
 import pytest
 import trio
 
+from armcore_trio.exchange.watchdog import Watchdog
 from armcore_trio.settings import Settings
-from armcore_trio.watchdog import Watchdog
 from tests.support.clock import FrozenClock
 from tests.support.database import Database, Row
 from tests.support.exchange import Exchange, open_exchange, record_passes

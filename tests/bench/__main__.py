@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from armcore_trio import logs
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.values import LogFormat
 from tests.bench import figures, idle, latency, memory, producers, scale, throughput
 from tests.bench.context import Context, Measure

@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from uuid import uuid4
 
-from armcore_trio.bus import Bus, Message
-from armcore_trio.database import Connection
+from armcore_trio.borders.bus import Bus, Message
+from armcore_trio.borders.database import Connection
 from tests.bench.workload import Row
 
 

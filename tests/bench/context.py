@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import DSN, URL, load
 from tests.bench.exchange import Bench
 from tests.bench.figures import Row

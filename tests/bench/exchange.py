@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 import psycopg
 import trio
 
-from armcore_trio.bus import open_bus
+from armcore_trio.borders.bus import open_bus
+from armcore_trio.borders.store import Store
 from armcore_trio.daemon import GC_THRESHOLD
-from armcore_trio.inbox import Inbox
-from armcore_trio.publisher import Publisher
+from armcore_trio.exchange.inbox import Inbox
+from armcore_trio.exchange.publisher import Publisher
+from armcore_trio.exchange.subscriber import Application, Intake
 from armcore_trio.settings import Settings
-from armcore_trio.status import TaskStatus
-from armcore_trio.store import Store
-from armcore_trio.subscriber import Application, Intake
-from armcore_trio.supervisor import Stop
+from armcore_trio.supervision.status import TaskStatus
+from armcore_trio.supervision.supervisor import Stop
 from tests.bench import ceilings
 from tests.bench.workload import Row, answers, clear, insert_jobs
 

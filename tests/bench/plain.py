@@ -16,7 +16,7 @@ from nats.aio.client import Client
 from psycopg import AsyncConnection
 from psycopg.types.json import Jsonb
 
-from armcore_trio.bus import Received
+from armcore_trio.borders.bus import Received
 from armcore_trio.resources import SCHEMAS
 
 SUBJECT = "files.tabular_uploaded"

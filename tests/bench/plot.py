@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from armcore_trio import logs
-from armcore_trio.embedded import Nats, Postgres
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import DSN, URL, load
 from armcore_trio.values import LogFormat
 from tests.bench import scale, throughput

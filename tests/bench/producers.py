@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 import psycopg
 import trio
 
-from armcore_trio.bus import Bus
-from armcore_trio.database import Connection
-from armcore_trio.inbox import Inbox
-from armcore_trio.publisher import Publisher
-from armcore_trio.status import TaskStatus
-from armcore_trio.supervisor import Stop
+from armcore_trio.borders.bus import Bus
+from armcore_trio.borders.database import Connection
+from armcore_trio.exchange.inbox import Inbox
+from armcore_trio.exchange.publisher import Publisher
+from armcore_trio.supervision.status import TaskStatus
+from armcore_trio.supervision.supervisor import Stop
 from tests.bench.context import Context
 from tests.bench.figures import Row, Target
 from tests.bench.workload import clear

@@ -8,7 +8,7 @@ from uuid import UUID
 import psycopg
 from attrs import frozen
 
-from armcore_trio.bus import Received
+from armcore_trio.borders.bus import Received
 
 ORDERED_ID, RANDOM_ID = "uuidv7", "gen_random_uuid"
 """What makes ids: the default of the tables on PostgreSQL 18, and what they have before it."""

@@ -21,8 +21,8 @@ import pytest
 import trustme
 
 from armcore_trio import __version__
-from armcore_trio.embedded import Nats, Postgres
-from armcore_trio.migrate import migrate
+from armcore_trio.borders.migrate import migrate
+from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import CA_FILE, DSN, SEED, URL
 from tests.image import build
 from tests.image.podman import (
@@ -148,7 +148,7 @@ def test_its_layers_hold_no_tools_no_caches_and_nothing_of_the_build(image: str,
 
 def test_nothing_it_imports_is_compiled_at_each_start(image: str) -> None:
     program = (
-        "import sys, pathlib, armcore_trio.cli, armcore_trio.daemon, armcore_trio.probe\n"
+        "import sys, pathlib, armcore_trio.cli, armcore_trio.daemon, armcore_trio.commands.probe\n"
         "files = {getattr(module, '__cached__', None) for module in sys.modules.values()} - {None}\n"
         "print(len(files) > 300, [file for file in files if not pathlib.Path(file).exists()])"
     )

@@ -14,7 +14,7 @@ import trio
 from psycopg import sql
 from trio.testing import wait_all_tasks_blocked
 
-from armcore_trio.bus import Bus
+from armcore_trio.borders.bus import Bus
 from tests.support.waiting import until
 
 START = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)

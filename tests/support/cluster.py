@@ -14,8 +14,8 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from armcore_trio.embedded import Nats
-from armcore_trio.server_process import _free_port
+from armcore_trio.demo.embedded import Nats
+from armcore_trio.demo.server_process import _free_port
 from tests.support import envelopes
 from tests.support.database import JobIds
 from tests.support.waiting import LIMIT_SECONDS, wait_until

@@ -13,8 +13,8 @@ from psycopg.rows import dict_row
 from psycopg.types.datetime import TimestamptzLoader
 from psycopg.types.json import Jsonb
 
+from armcore_trio.borders.store import CHANNEL
 from armcore_trio.resources import SQL
-from armcore_trio.store import CHANNEL
 
 Row = dict[str, Any]
 

@@ -9,16 +9,16 @@ import pytest
 import trio
 from attrs import Factory, define, field
 
-from armcore_trio.bus import Bus, open_bus
-from armcore_trio.database import Connection
-from armcore_trio.inbox import Inbox
-from armcore_trio.publisher import Publisher
+from armcore_trio.borders.bus import Bus, open_bus
+from armcore_trio.borders.database import Connection
+from armcore_trio.borders.store import Store
+from armcore_trio.exchange.inbox import Inbox
+from armcore_trio.exchange.publisher import Publisher
+from armcore_trio.exchange.subscriber import Application, Intake
+from armcore_trio.exchange.watchdog import Watchdog
 from armcore_trio.settings import Settings
-from armcore_trio.status import TaskStatus
-from armcore_trio.store import Store
-from armcore_trio.subscriber import Application, Intake
-from armcore_trio.supervisor import Stop
-from armcore_trio.watchdog import Watchdog
+from armcore_trio.supervision.status import TaskStatus
+from armcore_trio.supervision.supervisor import Stop
 from tests.support.service import ServiceClient
 from tests.support.waiting import until
 

@@ -9,8 +9,8 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from armcore_trio.embedded import Postgres
-from armcore_trio.migrate import migrate
+from armcore_trio.borders.migrate import migrate
+from armcore_trio.demo.embedded import Postgres
 from armcore_trio.settings import DSN, URL
 
 TEMPLATE = "armcore_template"

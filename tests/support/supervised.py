@@ -15,10 +15,10 @@ from attrs import Factory, define
 from psycopg.pq import ConnStatus, TransactionStatus
 from trio.testing import wait_all_tasks_blocked
 
-from armcore_trio.database import Connection
+from armcore_trio.borders.database import Connection
 from armcore_trio.settings import Settings
-from armcore_trio.status import State, TaskStatus
-from armcore_trio.supervisor import ChildSpec, History, RestartPolicy, Supervisor
+from armcore_trio.supervision.status import State, TaskStatus
+from armcore_trio.supervision.supervisor import ChildSpec, History, RestartPolicy, Supervisor
 from tests.support.clock import FrozenClock
 from tests.support.exchange import Parts
 from tests.support.waiting import until

@@ -24,10 +24,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from armcore_trio import logs
-from armcore_trio.database import Connection, bounded, connect
+from armcore_trio.borders.database import Connection, bounded, connect
 from armcore_trio.errors import DependencyDown, leaves
-from armcore_trio.status import State, Status
-from armcore_trio.supervisor import Stop
+from armcore_trio.supervision.status import State, Status
+from armcore_trio.supervision.supervisor import Stop
 from armcore_trio.values import Endpoint
 
 if TYPE_CHECKING:

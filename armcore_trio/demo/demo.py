@@ -23,16 +23,16 @@ from uuid import UUID, uuid4
 import trio
 from attrs import field, frozen
 
-from armcore_trio import store
-from armcore_trio.database import bounded, connect
-from armcore_trio.embedded import EmbeddedError, Nats, Postgres
+from armcore_trio.borders import store
+from armcore_trio.borders.database import bounded, connect
+from armcore_trio.borders.migrate import migrate
+from armcore_trio.commands.probe import ask
+from armcore_trio.demo.embedded import EmbeddedError, Nats, Postgres
+from armcore_trio.demo.server_process import ServerProcess
 from armcore_trio.errors import DependencyDown, leaves
-from armcore_trio.lifecycle import FINAL, Status
-from armcore_trio.migrate import migrate
-from armcore_trio.probe import ask
-from armcore_trio.server_process import ServerProcess
+from armcore_trio.kit.simulator import SERVICES
+from armcore_trio.protocol.lifecycle import FINAL, Status
 from armcore_trio.settings import DSN, URL
-from armcore_trio.simulator import SERVICES
 from armcore_trio.values import Endpoint
 
 LIMIT_SECONDS, _WATCH_SECONDS = 60, 45

@@ -2,10 +2,10 @@
 
 from attrs import fields
 
-from armcore_trio.bus import open_bus
+from armcore_trio.borders.bus import open_bus
+from armcore_trio.borders.store import Store
 from armcore_trio.errors import DependencyDown, SchemaOutdated, describe
 from armcore_trio.settings import Settings
-from armcore_trio.store import Store
 from armcore_trio.values import Secret
 
 

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from uuid import UUID
 
 from armcore_trio.errors import DependencyDown, RowsLocked, WriteRefused
-from armcore_trio.supervisor import Stop
+from armcore_trio.supervision.supervisor import Stop
 
 Refusal = WriteRefused | RowsLocked
 Attempt = Callable[[int, set[UUID], list[UUID]], Awaitable[None]]

@@ -11,9 +11,9 @@ from itertools import islice
 
 import trio
 
-from armcore_trio.bus import Message, Received
+from armcore_trio.borders.bus import Message, Received
 from armcore_trio.errors import DependencyDown
-from armcore_trio.messages import Envelope, Invalid, decode
+from armcore_trio.protocol.messages import Envelope, Invalid, decode
 
 MAX_BYTES = 128 * 1024 * 1024
 BATCH_BYTES = 4 * 1024 * 1024

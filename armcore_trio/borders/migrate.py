@@ -14,9 +14,9 @@ from psycopg import conninfo
 from sqlalchemy import Connection, NullPool, create_engine, exc, text
 
 from armcore_trio import logs
+from armcore_trio.borders.store import SCHEMA_VERSION
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.resources import MIGRATIONS
-from armcore_trio.store import SCHEMA_VERSION
 
 LOCK_ATTEMPT_SECONDS = 5
 LOCK_SECONDS = 60

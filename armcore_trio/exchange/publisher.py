@@ -12,17 +12,18 @@ from uuid import UUID
 import trio
 from attrs import Factory, frozen
 
-from armcore_trio import logs, store
-from armcore_trio.bus import ANSWER_SECONDS, Bus, Message, open_bus
-from armcore_trio.database import QUERY_SECONDS, Connection, bounded
-from armcore_trio.inbox import Inbox
-from armcore_trio.lifecycle import Change, Event, Job, Status, UnackedAction, advance, decide_unacked
-from armcore_trio.messages import RequestInvalid, Source, build_request
-from armcore_trio.passes import BatchSize, Refusal, run_pass
+from armcore_trio import logs
+from armcore_trio.borders import store
+from armcore_trio.borders.bus import ANSWER_SECONDS, Bus, Message, open_bus
+from armcore_trio.borders.database import QUERY_SECONDS, Connection, bounded
+from armcore_trio.borders.store import Store
+from armcore_trio.exchange.inbox import Inbox
+from armcore_trio.exchange.passes import BatchSize, Refusal, run_pass
+from armcore_trio.protocol.lifecycle import Change, Event, Job, Status, UnackedAction, advance, decide_unacked
+from armcore_trio.protocol.messages import RequestInvalid, Source, build_request
 from armcore_trio.settings import Settings
-from armcore_trio.status import TaskStatus
-from armcore_trio.store import Store
-from armcore_trio.supervisor import Stop
+from armcore_trio.supervision.status import TaskStatus
+from armcore_trio.supervision.supervisor import Stop
 
 _log = logs.get(task="publisher")
 

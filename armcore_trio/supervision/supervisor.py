@@ -16,7 +16,7 @@ from attrs import Factory, define, frozen
 
 from armcore_trio import logs
 from armcore_trio.errors import DependencyDown, Unrecoverable, describe, leaves
-from armcore_trio.status import TaskStatus
+from armcore_trio.supervision.status import TaskStatus
 
 
 class Stop:

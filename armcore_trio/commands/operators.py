@@ -6,11 +6,11 @@ from uuid import UUID, uuid4
 
 from attrs import frozen
 
-from armcore_trio import store
-from armcore_trio.database import Connection, bounded
+from armcore_trio.borders import store
+from armcore_trio.borders.database import Connection, bounded
+from armcore_trio.borders.store import Store
 from armcore_trio.errors import WriteRefused
-from armcore_trio.lifecycle import RETRYABLE
-from armcore_trio.store import Store
+from armcore_trio.protocol.lifecycle import RETRYABLE
 
 
 @frozen

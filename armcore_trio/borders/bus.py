@@ -18,8 +18,8 @@ import trio
 from attrs import frozen
 from nats.aio.msg import Msg
 
+from armcore_trio.borders.nats_client import CONFLICT, MSG_ID, NatsClient, credentials, explain
 from armcore_trio.errors import Dependency, DependencyDown
-from armcore_trio.nats_client import CONFLICT, MSG_ID, NatsClient, credentials, explain
 from armcore_trio.settings import Settings
 from armcore_trio.values import Endpoint, NatsServer
 

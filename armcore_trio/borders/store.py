@@ -13,10 +13,10 @@ from uuid import UUID
 
 from attrs import frozen
 
-from armcore_trio.database import PING_SECONDS, Connection, bounded, connect
+from armcore_trio.borders.database import PING_SECONDS, Connection, bounded, connect
 from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
-from armcore_trio.lifecycle import FINAL, Change, Job, Status
-from armcore_trio.messages import Source
+from armcore_trio.protocol.lifecycle import FINAL, Change, Job, Status
+from armcore_trio.protocol.messages import Source
 from armcore_trio.resources import SQL
 
 SCHEMA_VERSION = "0003"

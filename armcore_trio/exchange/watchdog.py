@@ -6,15 +6,16 @@ from uuid import UUID
 import trio
 from attrs import Factory, frozen
 
-from armcore_trio import logs, store
-from armcore_trio.database import QUERY_SECONDS, Connection, bounded
-from armcore_trio.inbox import Inbox
-from armcore_trio.lifecycle import Event, advance
-from armcore_trio.passes import BatchSize, Refusal, run_pass
+from armcore_trio import logs
+from armcore_trio.borders import store
+from armcore_trio.borders.database import QUERY_SECONDS, Connection, bounded
+from armcore_trio.borders.store import Store
+from armcore_trio.exchange.inbox import Inbox
+from armcore_trio.exchange.passes import BatchSize, Refusal, run_pass
+from armcore_trio.protocol.lifecycle import Event, advance
 from armcore_trio.settings import Settings
-from armcore_trio.status import TaskStatus
-from armcore_trio.store import Store
-from armcore_trio.supervisor import Stop
+from armcore_trio.supervision.status import TaskStatus
+from armcore_trio.supervision.supervisor import Stop
 
 _log = logs.get(task="watchdog")
 

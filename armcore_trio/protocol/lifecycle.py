@@ -11,7 +11,7 @@ from uuid import UUID
 
 from attrs import evolve, frozen
 
-from armcore_trio.messages import Envelope, ObjectKey, Reason, ServiceStatus
+from armcore_trio.protocol.messages import Envelope, ObjectKey, Reason, ServiceStatus
 
 
 class Status(StrEnum):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from armcore_trio.server_process import START_SECONDS, EmbeddedError, ServerProcess
+from armcore_trio.demo.server_process import START_SECONDS, EmbeddedError, ServerProcess
 
 if TYPE_CHECKING:
     import subprocess

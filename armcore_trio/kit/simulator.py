@@ -18,10 +18,10 @@ import trio
 from attrs import Factory, define, frozen
 
 from armcore_trio import __version__, logs
-from armcore_trio.bus import Bus, Message, Received, open_bus
+from armcore_trio.borders.bus import Bus, Message, Received, open_bus
 from armcore_trio.settings import Settings
-from armcore_trio.status import TaskStatus
-from armcore_trio.supervisor import ChildSpec, RestartPolicy, Stop, Supervisor
+from armcore_trio.supervision.status import TaskStatus
+from armcore_trio.supervision.supervisor import ChildSpec, RestartPolicy, Stop, Supervisor
 
 _log = logs.get(task="simulator")
 

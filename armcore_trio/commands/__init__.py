@@ -1,0 +1,1 @@
+"""One module a command. The daemon imports none of them."""

@@ -1,0 +1,1 @@
+"""Restarts by policy, and what tasks report. Knows no child."""
