@@ -23,7 +23,7 @@ from tests.support.servers import IMAGE_SUBJECT, RESULT_SUBJECT, TABULAR_SUBJECT
 from tests.support.service import Heard, ServiceClient
 from tests.support.waiting import wait_until
 
-REQUEST_SCHEMA = json.loads((Path(__file__).parent.parent / "schemas" / "recognition-request.schema.json").read_text())
+REQUEST_SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "recognition-request.schema.json").read_text())
 QUICK = {"OUTBOX_POLL_SECONDS": "0.05", "WATCHDOG_PERIOD_SECONDS": "0.1"}
 
 

@@ -35,7 +35,7 @@ from armcore_trio.protocol.lifecycle import (
 )
 from armcore_trio.protocol.messages import Envelope, ObjectKey, Reason, Service, ServiceFailure, ServiceStatus
 
-ARCHITECTURE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text("utf-8")
+ARCHITECTURE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
 RAW_BUCKET = "arm-ka"
 JOB, FILE = UUID(int=1), UUID(int=1001)
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

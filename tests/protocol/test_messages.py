@@ -36,7 +36,7 @@ from armcore_trio.resources import SCHEMAS
 MAX_BYTES = 262_144
 JOB = "3f2b8a54-6c1d-4e0f-9b7a-2d5c8e1f0a63"
 FILE = "b7c9d2e0-1a34-4f56-8b90-0c1d2e3f4a5b"
-GUIDE = (Path(__file__).parent.parent / "docs" / "service-guide.md").read_text("utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "service-guide.md").read_text("utf-8")
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
