@@ -2,7 +2,7 @@
 
 Tests name what they prove with `@pytest.mark.req("S4.2", "D4.1")`. Nothing is run: this reads what pytest collects, so
 a `pytest.skip()` inside a test's body is not seen. Exit 1: a scenario (S) or decision (D) without a test, a marker with
-an unknown id, or a failed collection. A requirement (R) without any test at all and a trial (B) without one are listed
+an unknown id, or a failed collection. A requirement (R) without any test at all and a trial (B, N) without one are listed
 as open and do not fail. A function with many parameters counts once; a skipped or expected failure counts not at all.
 """
 
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "docs" / "requirements.md"
-HEADING = re.compile(r"^#+ (R\d+)\b|^- \*\*([SDB]\d+(?:\.\d+)?)\*\*", re.MULTILINE)
+HEADING = re.compile(r"^#+ (R\d+)\b|^- \*\*([SDBN]\d+(?:\.\d+)?)\*\*", re.MULTILINE)
 NAMES_SHOWN = 2
 
 
@@ -105,7 +105,7 @@ def main(options: list[str]) -> int:
     if not (kinds["S"] and kinds["D"]):
         print(f"no scenarios or decisions found in {REQUIREMENTS}")
     print(
-        f"{kinds['R']} requirements, {kinds['S']} scenarios, {kinds['D']} decisions, {kinds['B']} trials: "
+        f"{kinds['R']} requirements, {kinds['S']} scenarios, {kinds['D']} decisions, {kinds['B'] + kinds['N']} trials: "
         f"{len(missing)} without a test, {len(still_open)} open, {len(unknown)} unknown"
     )
     return 1 if missing or unknown or repeated or not (kinds["S"] and kinds["D"]) else 0
