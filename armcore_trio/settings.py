@@ -12,7 +12,7 @@ from attrs import field, fields, frozen
 from cattrs import ClassValidationError, Converter
 from cattrs.gen import make_dict_structure_fn, override
 
-from armcore_trio.borders.database import check_dsn
+from armcore_trio.dsn import passwords
 from armcore_trio.errors import SettingsError
 from armcore_trio.values import (
     BadValue,
@@ -97,16 +97,16 @@ class Settings:
     def secrets(self) -> list[str]:
         """Every text that must not appear in any output, for the log's last line of defence."""
         urls = [server.password or server.user for server in self.nats_url]  # a user without a password is a token
-        database = check_dsn(self.postgres_dsn.reveal()) if self.postgres_dsn else []
+        database = passwords(self.postgres_dsn.reveal()) if self.postgres_dsn else []
         return [secret.reveal() for secret in (self.nats_seed, self.nats_jwt, *urls) if secret] + database
 
 
 def load(environment: Mapping[str, str], *, database: bool = True) -> Settings:
     """The settings in an environment. Raises `SettingsError` naming every variable at fault, without its value.
 
-    `database` tells whether the DSN will be needed.
+    `database` tells whether the DSN will be needed; if not, it is not even read.
     """
-    given = {name: text for name, env in _ENV.items() if (text := environment.get(env, "").strip())}
+    given = {name: text for name, env in _ENV.items() if (text := environment.get(env, "").strip()) and (database or env != DSN)}
     problems: dict[str, str] = {}
     try:
         settings = _converter.structure(given, Settings)

@@ -12,10 +12,9 @@ from json import loads
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import nkeys
 from attrs import frozen
 
-from armcore_trio.borders.database import check_dsn
+from armcore_trio.dsn import check
 
 
 class BadValue(Exception):
@@ -177,7 +176,7 @@ def _nats_server(url: str) -> NatsServer:
 def dsn(text: str) -> Secret:
     """A connection string that libpq can read."""
     try:
-        check_dsn(text)
+        check(text)
     except ValueError as error:
         raise BadValue(str(error)) from None
     return Secret(text)
@@ -185,6 +184,8 @@ def dsn(text: str) -> Secret:
 
 def seed(text: str) -> Secret:
     """The nkey seed of a user."""
+    import nkeys
+
     if not text.startswith("SU"):
         raise BadValue("must be the seed of a user (SU…)")
     try:
@@ -199,6 +200,8 @@ def seed(text: str) -> Secret:
 
 def public_key(seed: str) -> str:
     """The public key that belongs to a seed."""
+    import nkeys
+
     return bytes(nkeys.from_seed(bytearray(seed.encode())).public_key).decode()
 
 

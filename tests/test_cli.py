@@ -6,7 +6,7 @@ import re
 import pytest
 from attrs import fields
 
-from armcore_trio.cli import main
+from armcore_trio.cli import COMMANDS
 from armcore_trio.settings import DSN, Settings, load
 from tests.conftest import StartDaemon
 from tests.support.commands import NOBODY, ROOT, run
@@ -16,7 +16,7 @@ SUBMIT = ("submit", "--bucket", "b", "--key", "k", "--name", "n.csv", "--pipelin
 PUBLIC_VARIABLES = [field.metadata["env"] for field in fields(Settings)]
 
 
-@pytest.mark.parametrize("command", ["", *main.commands])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_command_has_help(command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.returncode == 0
@@ -143,7 +143,7 @@ def test_the_readme_lists_every_variable_with_its_default() -> None:
 
 def test_the_readme_lists_every_command() -> None:
     commands = re.findall(r"^\| `([a-z-]+)[^`]*` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert sorted(commands) == sorted(main.commands)
+    assert sorted(commands) == sorted(COMMANDS)
 
 
 def test_the_operations_guide_lists_every_event_of_the_code() -> None:

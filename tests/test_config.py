@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from attrs import fields
 
-from armcore_trio.commands.review import _ADDS_TO
+from armcore_trio.commands.review_log import _ADDS_TO
 from armcore_trio.demo.embedded import Nats
 from armcore_trio.settings import DSN, SEED, URL, Settings, load
 from armcore_trio.supervision.status import BOOKS

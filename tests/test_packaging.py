@@ -75,7 +75,7 @@ def test_an_installed_package_is_the_one_that_runs(site: Path, tmp_path: Path) -
     )
     found = run(site, "-c", program, cwd=tmp_path)
     package = site / "armcore_trio"
-    paths = [package / "__init__.py", package / "schemas", package / "migrations", package / "sql"]
+    paths = [package / "__init__.py", package / "schemas", package / "migrations", package / "borders" / "sql"]
     assert found.stdout.splitlines() == [str(path) for path in paths], found.stderr
     assert all(path.exists() for path in paths)
 

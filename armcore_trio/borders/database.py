@@ -39,22 +39,6 @@ _LOCK_NOT_AVAILABLE = "55P03"
 _UNWILLING = frozenset({"42501", "42P01"})
 
 
-def check_dsn(dsn: str) -> list[str]:
-    """The passwords inside a connection string. Raises `ValueError` (without its text) if it cannot be meant.
-
-    An unescaped `@` or `/` in a password makes libpq take the rest of it for a host or a port, and say so aloud.
-    """
-    try:
-        params = conninfo.conninfo_to_dict(dsn)
-    except psycopg.Error:
-        raise ValueError("is not a PostgreSQL connection string") from None
-    hosts, ports = (str(params.get(name) or "").split(",") for name in ("host", "port"))
-    name = str(params.get("dbname") or "") if "://" in dsn else ""
-    if "@" in name or any("@" in host[1:] for host in hosts) or not all(port == "" or port.isdecimal() for port in ports):
-        raise ValueError("has a host or port that cannot be one: is a sign in the password not percent-encoded?")
-    return [str(params[name]) for name in ("password", "sslpassword") if params.get(name)]
-
-
 class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
     """An `AsyncConnection` that waits with Trio. Opened by `connect`, in autocommit mode."""
 

@@ -1,12 +1,36 @@
-"""What `armcore-trio check` shows: the settings in force, and whether the servers can be used with them."""
+"""`armcore-trio check`: the settings in force, and whether the servers can be used with them."""
 
+import json
+import sys
+
+import click
+import trio
 from attrs import fields
 
 from armcore_trio.borders.bus import open_bus
 from armcore_trio.borders.store import Store
+from armcore_trio.commands.common import UNAVAILABLE, as_json, settings
 from armcore_trio.errors import DependencyDown, SchemaOutdated, describe
 from armcore_trio.settings import Settings
 from armcore_trio.values import Secret
+
+
+@click.command("check")
+@click.option("--connect", is_flag=True, help="Also try the servers.")
+@as_json
+def command(connect: bool, as_json: bool) -> None:
+    """Check the settings, and with --connect whether the servers can be used with them."""
+    given = settings()
+    shown = report(given)
+    problems = trio.run(try_servers, given) if connect else {}
+    if as_json:
+        click.echo(json.dumps({"settings": shown, "problems": problems}))
+    else:
+        for key, value in shown.items():
+            click.echo(f"{key}={value}")
+        for server, problem in problems.items():
+            click.echo(f"{server}: {problem or 'ok'}")
+    sys.exit(UNAVAILABLE if any(problems.values()) else 0)
 
 
 def report(settings: Settings) -> dict[str, str]:
@@ -24,7 +48,7 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, Secret) else str(value)
 
 
-async def connect(settings: Settings) -> dict[str, str | None]:
+async def try_servers(settings: Settings) -> dict[str, str | None]:
     """Each server, with what is wrong with it or None."""
     if not settings.nats_enabled:
         return {}

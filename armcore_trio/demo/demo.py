@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import ClassVar, LiteralString
 from uuid import UUID, uuid4
 
+import click
 import trio
 from attrs import field, frozen
 
@@ -30,7 +31,7 @@ from armcore_trio.commands.probe import ask
 from armcore_trio.demo.embedded import EmbeddedError, Nats, Postgres
 from armcore_trio.demo.server_process import ServerProcess
 from armcore_trio.errors import DependencyDown, leaves
-from armcore_trio.kit.simulator import SERVICES
+from armcore_trio.kit.simulate import SERVICES
 from armcore_trio.protocol.lifecycle import FINAL, Status
 from armcore_trio.settings import DSN, URL
 from armcore_trio.values import Endpoint
@@ -103,7 +104,7 @@ class _Program(ServerProcess):
         return self.log_path
 
     def _command(self) -> list[str | Path]:
-        here = {"PYTHONPATH": Path(__file__).parent.parent}  # this very copy of the package
+        here = {"PYTHONPATH": Path(__file__).parents[2]}  # this very copy of the package
         variables = (f"{name}={value}" for name, value in (here | self._environment).items())
         return ["env", *variables, sys.executable, "-m", "armcore_trio", *self.arguments]
 
@@ -120,6 +121,13 @@ class _Simulator(_Program):
 
     def _answers(self) -> bool:
         return "simulator.listening" in self.log
+
+
+@click.command("demo")
+@click.option("--jobs", default=12, show_default=True, type=click.IntRange(1, 10_000), help="How many jobs to submit.")
+def command(jobs: int) -> None:
+    """The whole system on an embedded PostgreSQL and nats-server: watch jobs travel. Needs the extra `demo`."""
+    sys.exit(demonstrate(jobs))
 
 
 def demonstrate(jobs: int) -> int:

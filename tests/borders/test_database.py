@@ -15,8 +15,9 @@ import trio
 from psycopg import pq
 
 from armcore_trio.borders import database
-from armcore_trio.borders.database import Connection, bounded, check_dsn, connect
+from armcore_trio.borders.database import Connection, bounded, connect
 from armcore_trio.demo.embedded import Nats, Postgres
+from armcore_trio.dsn import check, passwords
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from tests.support.database import Database
 from tests.support.failing import failing
@@ -248,11 +249,11 @@ async def test_a_frozen_server_lets_nobody_in_and_costs_the_limit(spare: Postgre
 
 
 def test_a_connection_string_is_checked_and_hidden() -> None:
-    assert check_dsn("host=a password='s p' sslpassword=k") == ["s p", "k"]
-    assert check_dsn("postgresql://u:p%40ss@host/db") == ["p@ss"]
-    assert check_dsn("host=a") == []
+    assert passwords("host=a password='s p' sslpassword=k") == ["s p", "k"]
+    assert passwords("postgresql://u:p%40ss@host/db") == ["p@ss"]
+    assert passwords("host=a") == []
     with pytest.raises(ValueError, match="is not a PostgreSQL connection string") as caught:
-        check_dsn("host=a passwort=canary")
+        check("host=a passwort=canary")
     assert "canary" not in repr(caught.value)
     assert caught.value.__suppress_context__
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armcore_trio.cli import main
-from armcore_trio.commands.review import review
+from armcore_trio.commands.review_log import review
 
 Record = dict[str, Any]
 

@@ -19,7 +19,7 @@ import trio
 from armcore_trio.borders.bus import Bus, Message, Received, open_bus
 from armcore_trio.demo import demo
 from armcore_trio.demo.embedded import Nats
-from armcore_trio.kit import simulator
+from armcore_trio.kit import simulate
 from armcore_trio.settings import DSN, URL, Settings, load
 
 DEMO = [sys.executable, "-m", "armcore_trio", "demo", "--jobs", "6"]
@@ -159,9 +159,9 @@ class Journal:
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
-    monkeypatch.setattr(simulator, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(simulate, "_ANSWER_SECONDS", 0.2)
     journal = Journal()
-    monkeypatch.setattr(simulator, "_log", journal)
+    monkeypatch.setattr(simulate, "_log", journal)
     return journal
 
 
@@ -183,7 +183,7 @@ async def core_and_service(nats: Nats, journal: Journal, delay_seconds: float = 
     settings = settings_for(nats)
     with trio.fail_after(30):
         async with open_core(settings) as core, trio.open_nursery() as nursery:
-            nursery.start_soon(simulator.run, settings, ("tabular", "tabular"), delay_seconds)
+            nursery.start_soon(simulate.run, settings, ("tabular", "tabular"), delay_seconds)
             await journal.listening.wait()
             yield core
             os.kill(os.getpid(), signal.SIGTERM)
@@ -244,7 +244,7 @@ async def test_jobs_outlive_the_connection(journal: Journal) -> None:
     with Nats() as nats, trio.fail_after(40):
         settings = settings_for(nats)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(simulator.run, settings, ["tabular"], 0)
+            nursery.start_soon(simulate.run, settings, ["tabular"], 0)
             await journal.listening.wait()
             async with open_core(settings) as core:
                 job_id = await core.request("prices.csv")

@@ -1,16 +1,21 @@
-"""Reads a daemon's log and tells what happened, for a person: start, outages, totals, the books, how the stop went (R9).
+"""`armcore-trio review-log`: reads a daemon's log and tells what happened, for a person (R9).
 
-Each run in the log is told on its own. What does not add up is said last: a run without an end, books that do not
-balance, records that contradict the totals, work abandoned, a step cut short, an exit other than 0.
+Each run in the log is told on its own: start, outages, totals, the books, how the stop went. What does not add up is said
+last: a run without an end, books that do not balance, records that contradict the totals, work abandoned, a step cut
+short, an exit other than 0.
 """
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
+import click
 from attrs import define, field
+
+from armcore_trio.commands.common import REFUSED, as_json
 
 Record = dict[str, Any]
 
@@ -29,6 +34,22 @@ _ADDS_TO = {
     "inbox.unknown_job": ("subscriber", "unknown"),
     "inbox.abandoned": ("subscriber", "abandoned"),
 }
+
+
+@click.command("review-log")
+@click.argument("log", type=click.File("r", encoding="utf-8", errors="backslashreplace"), default="-", metavar="[FILE]")
+@as_json
+def command(log: TextIO, as_json: bool) -> None:
+    """Tell the story of a daemon's log (a file, or standard input). Exit 1 if something in it does not add up."""
+    result = review(log)
+    if as_json:
+        click.echo(json.dumps({"story": result.story, "problems": result.problems}))
+    else:
+        for line in result.story:
+            click.echo(line)
+        for problem in result.problems or ["everything adds up"]:
+            click.echo(f"! {problem}" if result.problems else problem)
+    sys.exit(REFUSED if result.problems else 0)
 
 
 @define

@@ -1,41 +1,38 @@
-"""What an operator does to jobs by hand: submit one, give a failed one a new attempt (R8)."""
+"""`armcore-trio retry`: a new attempt for the files of failed jobs (R8)."""
 
+import json
+import sys
 from collections.abc import Sequence
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
+import click
 from attrs import frozen
 
 from armcore_trio.borders import store
 from armcore_trio.borders.database import Connection, bounded
 from armcore_trio.borders.store import Store
+from armcore_trio.commands.common import REFUSED, as_json
+from armcore_trio.commands.reaching import with_store
 from armcore_trio.errors import WriteRefused
 from armcore_trio.protocol.lifecycle import RETRYABLE
 
 
-@frozen
-class Submitted:
-    """A job that has been queued."""
-
-    job_id: UUID
-    file_id: UUID
-
-
-async def submit(database: Store, *, bucket: str, key: str, file_name: str, pipeline: str, content_type: str | None) -> Submitted:
-    """Register source object, file and job in one transaction. Raises `WriteRefused` if the object is registered already."""
-    submitted = Submitted(uuid4(), uuid4())
-    async with database.open("submit") as connection, bounded("submit"), connection.transaction():
-        await store.submit(
-            connection,
-            job_id=submitted.job_id,
-            file_id=submitted.file_id,
-            bucket=bucket,
-            key=key,
-            file_name=file_name,
-            content_type=content_type,
-            pipeline=pipeline,
-        )
-    return submitted
+@click.command("retry")
+@click.argument("jobs", nargs=-1, required=True, type=click.UUID, metavar="JOB...")
+@as_json
+def command(jobs: tuple[UUID, ...], as_json: bool) -> None:
+    """Give the files of failed jobs (timeout, dlq, error) a new attempt."""
+    results = with_store(lambda database: retry(database, jobs))
+    if as_json:
+        click.echo(json.dumps([result.as_dict() for result in results]))
+    else:
+        for result in results:
+            click.echo(
+                f"{result.job_id}: {result.refusal or f'attempt {result.attempt} is {result.new_job_id}'}",
+                err=bool(result.refusal),
+            )
+    sys.exit(REFUSED if any(result.refusal for result in results) else 0)
 
 
 @frozen

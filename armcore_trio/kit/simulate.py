@@ -14,11 +14,13 @@ from math import inf
 from typing import Any
 from uuid import UUID, uuid4
 
+import click
 import trio
 from attrs import Factory, define, frozen
 
 from armcore_trio import __version__, logs
 from armcore_trio.borders.bus import Bus, Message, Received, open_bus
+from armcore_trio.commands.common import settings
 from armcore_trio.settings import Settings
 from armcore_trio.supervision.status import TaskStatus
 from armcore_trio.supervision.supervisor import ChildSpec, RestartPolicy, Stop, Supervisor
@@ -29,6 +31,29 @@ SERVICES = {"tabular": "tabular-parser", "image": "image-recogniser"}  # the nam
 
 _ANSWER_SECONDS, _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 10.0, 0.5, 30.0
 _SLOTS = 256  # documents worked on at once; more are acknowledged and wait
+
+
+@click.command("simulate")
+@click.option(
+    "--pipeline",
+    "pipelines",
+    multiple=True,
+    type=click.Choice(list(SERVICES)),
+    help="Repeatable; both if not given.",
+)
+@click.option(
+    "--delay",
+    "delay_seconds",
+    default=0.2,
+    show_default=True,
+    type=click.FloatRange(0, 3600),
+    help="Seconds a document takes.",
+)
+def command(pipelines: tuple[str, ...], delay_seconds: float) -> None:
+    """Be a recognition service that answers by what the file's name says (needs_check, error, silent, anything else is done)."""
+    given = settings(database=False)
+    logs.configure(given.log_format, debug=given.debug, secrets=given.secrets)
+    trio.run(run, given, pipelines or tuple(SERVICES), delay_seconds)
 
 
 async def run(settings: Settings, pipelines: Sequence[str], delay_seconds: float) -> None:

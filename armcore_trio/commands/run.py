@@ -1,0 +1,36 @@
+"""`armcore-trio run`: the daemon as a process."""
+
+import os
+import signal
+import sys
+
+import click
+import trio
+
+from armcore_trio import daemon, logs
+from armcore_trio.commands.common import CONFIG
+from armcore_trio.errors import SettingsError
+from armcore_trio.settings import Settings, load
+from armcore_trio.values import LogFormat
+
+
+@click.command("run")
+@click.option("--migrate", is_flag=True, help="Bring the database schema up to date first.")
+def command(migrate: bool) -> None:
+    """Run the daemon until SIGTERM or SIGINT."""
+    settings = _settings()
+    logs.configure(settings.log_format, debug=settings.debug, secrets=settings.secrets)
+    exit_code = trio.run(lambda: daemon.run(settings, migrate=migrate))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # what there was to stop has stopped; the exit code is decided
+    sys.exit(exit_code)
+
+
+def _settings() -> Settings:
+    """The settings; what is wrong with them is the log's only record, since that is where a daemon speaks."""
+    try:
+        return load(os.environ)
+    except SettingsError as error:
+        logs.configure(LogFormat.JSON, debug=False, secrets=[])
+        logs.get().critical("settings.invalid", problems=error.problems)
+        sys.exit(CONFIG)
