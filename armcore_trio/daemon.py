@@ -13,6 +13,7 @@ import trio
 from armcore_trio import __version__, logs
 from armcore_trio.borders.store import SCHEMA_VERSION, Store
 from armcore_trio.errors import Dependency, Unrecoverable, leaves
+from armcore_trio.exchange.books import books
 from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.exchange.publisher import Publisher
 from armcore_trio.exchange.subscriber import Application, Intake
@@ -38,9 +39,8 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
     gc.set_threshold(GC_THRESHOLD)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         started = trio.current_time()
-        status = Status(settings.subjects, __version__, settings.nats_enabled)
         inbox = Inbox(settings.inbox_buffer_messages)
-        status.waiting = inbox.__len__
+        status = Status(settings.subjects, __version__, settings.nats_enabled, kept=books(inbox))
         log.info("daemon.started", version=__version__, nats_enabled=settings.nats_enabled, subjects=settings.subjects)
         hurried: list[int] = []
         async with trio.open_nursery() as nursery:

@@ -11,8 +11,9 @@ from attrs import fields
 
 from armcore_trio.commands.review_log import _ADDS_TO
 from armcore_trio.demo.embedded import Nats
+from armcore_trio.exchange.books import books
+from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.settings import DSN, SEED, URL, Settings, load
-from armcore_trio.supervision.status import BOOKS
 from tests.conftest import StartDaemon
 from tests.support.credentials import new_seed, public_key
 from tests.support.database import Database
@@ -166,5 +167,5 @@ def test_the_permissions_of_nats_conf_suffice(
 
 
 def _events() -> set[str]:
-    books = {name for book in BOOKS.values() for name in (book.entered, *book.accounted)}
-    return {"restarts", *books, *(total for _, total in _ADDS_TO.values())}
+    entries = {name for book in books(Inbox(1)).values() for name in (book.entered, *book.accounted)}
+    return {"restarts", *entries, *(total for _, total in _ADDS_TO.values())}

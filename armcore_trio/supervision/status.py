@@ -85,34 +85,30 @@ class TaskStatus:
 
 @frozen
 class Book:
-    """What came in must equal what became of it."""
+    """What came in must equal what became of it. Entries are totals of the task, save those in `now`, which are looked up."""
 
     entered: str
     accounted: tuple[str, ...]
+    now: Mapping[str, Callable[[], int]] = Factory(dict)
 
     def read(self, totals: Mapping[str, int]) -> dict[str, int]:
         """The entries, and the `difference` that must be 0."""
-        entries = {name: totals.get(name, 0) for name in (self.entered, *self.accounted)}
+        names = (self.entered, *self.accounted)
+        entries = {name: self.now[name]() if name in self.now else totals.get(name, 0) for name in names}
         return entries | {"difference": entries[self.entered] - sum(entries[name] for name in self.accounted)}
-
-
-BOOKS = {
-    "publisher": Book("taken", ("confirmed", "failed", "refused")),
-    "subscriber": Book("received", ("applied", "duplicate", "late", "ignored", "invalid", "unknown", "abandoned", "waiting")),
-}
 
 
 @define
 class Status:
-    """The whole daemon as it is now. Task names with a dot are parts: `subscriber.intake` shows under `subscriber`."""
+    """The whole daemon as it is now. Task names with a dot are parts: `a.b` shows under `a`."""
 
     subjects: Mapping[str, str]
     version: str
     enabled: bool
     tasks: dict[str, TaskStatus] = Factory(dict)
+    kept: Mapping[str, Book] = Factory(dict)
+    """The book of each task that keeps one."""
     stopping: bool = False
-    waiting: Callable[[], int] = lambda: 0
-    """How many received messages wait to be applied."""
 
     def add(self, name: str, needs: Iterable[Dependency] = ()) -> TaskStatus:
         """Make a task known before it starts."""
@@ -153,8 +149,7 @@ class Status:
     def books(self) -> dict[str, dict[str, int]]:
         """Per task with books, its entries; `difference` is 0 between any two steps of the daemon."""
         totals = self.totals()
-        totals.setdefault("subscriber", {})["waiting"] = self.waiting()
-        return {task: book.read(totals.get(task, {})) for task, book in BOOKS.items()}
+        return {task: book.read(totals.get(task, {})) for task, book in self.kept.items()}
 
     def _by_task(self) -> dict[str, list[TaskStatus]]:
         grouped: dict[str, list[TaskStatus]] = {}

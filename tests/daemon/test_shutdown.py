@@ -20,6 +20,7 @@ from trio.testing import MockClock
 from armcore_trio import daemon, logs
 from armcore_trio.borders.bus import Received
 from armcore_trio.errors import Dependency, DependencyDown
+from armcore_trio.exchange.books import books
 from armcore_trio.exchange.inbox import Inbox, Pending
 from armcore_trio.settings import Settings, load
 from armcore_trio.shutdown import Shutdown, log_complete
@@ -63,7 +64,7 @@ class World:
 
     def start(self, *names: str, **runs: Callable[..., Any]) -> None:
         """Start these children, each under its own name; `runs` are to replace a stand-in."""
-        self.status.waiting = self.inbox.__len__
+        self.status.kept = books(self.inbox)
         special = {"subscriber.apply": self._apply, "subscriber.intake": self._receive}
         for name in names or (*PASSES, *SUBSCRIBER, "health"):
             run = runs.get(name) or special.get(name, self._finish)

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from armcore_trio.borders.bus import Received
 from armcore_trio.errors import Dependency, DependencyDown
-from armcore_trio.supervision.status import BOOKS, Book, State, Status, TaskStatus
+from armcore_trio.exchange.books import books
+from armcore_trio.exchange.inbox import Inbox, Pending
+from armcore_trio.supervision.status import Book, State, Status, TaskStatus
 
 SUBJECTS = {"tabular_request": "a", "image_request": "b", "result": "c"}
 NATS, DATABASE = Dependency.NATS, Dependency.DATABASE
@@ -17,7 +20,7 @@ NATS, DATABASE = Dependency.NATS, Dependency.DATABASE
 
 def daemon(*, enabled: bool = True) -> Status:
     """A daemon whose tasks are known and have not started."""
-    status = Status(SUBJECTS, "1.2.3", enabled)
+    status = Status(SUBJECTS, "1.2.3", enabled, kept=books(Inbox(9)))
     status.add("health")
     if enabled:
         status.add("publisher", Dependency)
@@ -220,7 +223,10 @@ async def test_totals_are_summed_over_the_parts_of_a_task() -> None:
 @pytest.mark.req("R9", "B04")
 async def test_the_books_balance_or_tell_the_difference() -> None:
     status = running()
-    status.waiting = lambda: 2
+    inbox = Inbox(9)
+    status.kept = books(inbox)
+    for _ in range(2):
+        inbox.put(Pending(Received(b""), 1_024))
     status.tasks["subscriber.apply"].totals.update({"applied": 3, "late": 1, "restarts": 9})
     status.tasks["subscriber.intake"].totals.update({"received": 7, "abandoned": 1})
     status.tasks["publisher"].totals.update({"taken": 4, "confirmed": 2, "refused": 1})
@@ -255,4 +261,3 @@ def test_a_book_counts_only_its_own_entries(totals: dict[str, int]) -> None:
     entries = Book("in", ("a", "b")).read(Counter(totals))
     assert list(entries) == ["in", "a", "b", "difference"]
     assert entries["difference"] == totals.get("in", 0) - totals.get("a", 0) - totals.get("b", 0)
-    assert list(BOOKS) == ["publisher", "subscriber"]
