@@ -21,8 +21,9 @@ from armcore_trio.exchange.watchdog import Watchdog
 from armcore_trio.observation.health import DatabaseProbe, HealthServer
 from armcore_trio.settings import Settings
 from armcore_trio.shutdown import Shutdown, abandon_rest, log_complete
-from armcore_trio.supervision.status import Status
-from armcore_trio.supervision.supervisor import ChildSpec, Supervisor
+from armcore_trio.signals import stop_signals, wait_hurry
+from armcore_trio.supervision.status import Status, TaskStatus
+from armcore_trio.supervision.supervisor import ChildSpec, Mode, RestartPolicy, Stop, Supervisor
 
 _GAVE_UP = 70
 GC_THRESHOLD = 10_000
@@ -37,7 +38,7 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
     """
     log = logs.get()
     gc.set_threshold(GC_THRESHOLD)
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with trio.open_signal_receiver(*stop_signals()) as signals:
         started = trio.current_time()
         inbox = Inbox(settings.inbox_buffer_messages)
         status = Status(settings.subjects, __version__, settings.nats_enabled, kept=books(inbox))
@@ -58,12 +59,16 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
 
 
 def _start_children(supervisor: Supervisor, settings: Settings, status: Status, inbox: Inbox, *, migrate: bool) -> None:
-    dsn = settings.postgres_dsn.reveal() if settings.nats_enabled and settings.postgres_dsn else None
-    health = HealthServer(settings.health_bind, status, DatabaseProbe(dsn) if dsn else None)
+    dsn = settings.postgres_dsn.reveal() if settings.postgres_dsn else None
+    health = HealthServer(settings.health_bind, status, DatabaseProbe(dsn) if dsn and settings.nats_enabled else None)
     supervisor.start(ChildSpec("health", health.run), status.add("health"))
-    if dsn is None:
+    upgrade = _Upgrade(dsn) if dsn and migrate else None
+    if not settings.nats_enabled:
+        if upgrade is not None:  # with nobody to find the schema too old
+            supervisor.start(ChildSpec("migration", upgrade.run, RestartPolicy(Mode.TRANSIENT)), TaskStatus())
         return
-    store = Store(dsn, _Upgrade(dsn) if migrate else None)
+    assert dsn is not None, "the settings demand it"
+    store = Store(dsn, upgrade)
     intake_status = status.add("subscriber.intake", {Dependency.NATS})
     children: dict[str, Intake | Application | Publisher | Watchdog] = {
         "subscriber.intake": Intake(settings, inbox, intake_status),
@@ -76,7 +81,7 @@ def _start_children(supervisor: Supervisor, settings: Settings, status: Status, 
 
 
 class _Upgrade:
-    """Migrates once for all children that find the schema missing or too old (`run --migrate`)."""
+    """Migrates once for all children that find the schema missing or too old (`run --migrate`), or by itself without any."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
@@ -93,6 +98,11 @@ class _Upgrade:
             if before != SCHEMA_VERSION:
                 logs.get().info("migrate.done", revision_before=before, revision=SCHEMA_VERSION)
             self._done = True
+
+    async def run(self, _: Stop, *, task_status: trio.TaskStatus[None]) -> None:
+        """As a child of its own: tried until it has worked once."""
+        task_status.started()
+        await self()
 
 
 async def _wait_for_end(signals: AsyncIterator[int], supervisor: Supervisor) -> str | None:
@@ -115,7 +125,7 @@ async def _hurry(signals: AsyncIterator[int], signal_name: str | None, hurried: 
     """The signal after the one that began the stop ends everything at once."""
     if signal_name is None:
         await anext(signals)
-    hurried.append(await anext(signals))
+    hurried.append(await wait_hurry(signals))
     logs.get().warning("shutdown.hurried", signal=signal.Signals(hurried[0]).name)
     scope.cancel()
 

@@ -1,6 +1,7 @@
 """The environment as frozen, checked values (R7). Every variable at fault is named in one go; no secret is ever shown.
 
-A field's metadata carries the variable's name and the conversion of its text. An empty value means unset.
+A field's metadata carries the variable's name and the conversion of its text. An empty value means unset and white space
+around a value is dropped, save for the subjects, which are taken as they stand.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +37,12 @@ from armcore_trio.values import (
 )
 
 
-def _env(name: str, convert: Callable[[str], object], default: Any = None) -> Any:
-    return field(default=default, metadata={"env": name, "convert": convert})
+def _env(name: str, convert: Callable[[str], object], default: Any = None, *, verbatim: bool = False) -> Any:
+    return field(default=default, metadata={"env": name, "convert": convert, "verbatim": verbatim})
+
+
+def _subject(name: str, default: str) -> Any:
+    return _env(f"{_NATS}{name}_SUBJECT", subject, default, verbatim=True)
 
 
 def _structure(text: str, _: object, *, convert: Callable[[str], object]) -> object:
@@ -74,9 +79,9 @@ class Settings:
     nats_seed: Secret | None = _env(SEED, seed)
     nats_jwt: Secret | None = _env(JWT, jwt)
     nats_ca_file: Path | None = _env(CA_FILE, readable_file)
-    tabular_request_subject: str = _env(f"{_NATS}TABULAR_REQUEST_SUBJECT", subject, "files.tabular_uploaded")
-    image_request_subject: str = _env(f"{_NATS}IMAGE_REQUEST_SUBJECT", subject, "files.img_uploaded")
-    result_subject: str = _env(f"{_NATS}RESULT_SUBJECT", subject, "files.tabular_parsed")
+    tabular_request_subject: str = _subject("TABULAR_REQUEST", "files.tabular_uploaded")
+    image_request_subject: str = _subject("IMAGE_REQUEST", "files.img_uploaded")
+    result_subject: str = _subject("RESULT", "files.tabular_parsed")
     s3_bucket: str = _env("OPENBAO__S3__S3_BUCKET", str, "arm-ka")
 
     @property
@@ -106,7 +111,7 @@ def load(environment: Mapping[str, str], *, database: bool = True) -> Settings:
 
     `database` tells whether the DSN will be needed; if not, it is not even read.
     """
-    given = {name: text for name, env in _ENV.items() if (text := environment.get(env, "").strip()) and (database or env != DSN)}
+    given = _given(environment if database else {name: text for name, text in environment.items() if name != DSN})
     problems: dict[str, str] = {}
     try:
         settings = _converter.structure(given, Settings)
@@ -126,6 +131,17 @@ def load(environment: Mapping[str, str], *, database: bool = True) -> Settings:
     if problems:
         raise SettingsError(problems) from None
     return settings
+
+
+def _given(environment: Mapping[str, str]) -> dict[str, str]:
+    given = {}
+    for attribute in fields(Settings):
+        text = environment.get(attribute.metadata["env"])
+        if text is not None and not attribute.metadata["verbatim"]:
+            text = text.strip() or None
+        if text is not None:
+            given[attribute.name] = text
+    return given
 
 
 def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:

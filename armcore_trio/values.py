@@ -1,6 +1,6 @@
 """What a variable of the environment can hold: the types, and the strict conversions from text that make them.
 
-A conversion takes text without surrounding white space and raises `BadValue` saying what is wrong, never the text.
+A conversion raises `BadValue` saying what is wrong, never the text.
 """
 
 import re
@@ -120,8 +120,10 @@ def log_format(text: str) -> LogFormat:
 
 
 def subject(text: str) -> str:
-    """A subject that can be published to and subscribed: no white space, wildcard or empty token (R7)."""
-    if re.search(r"\s|[\x00-\x1f\x7f]", text):
+    """A subject that can be published to and subscribed: no white space or unseen sign, wildcard or empty token (R7)."""
+    if not text:
+        raise BadValue("must not be empty: leave the variable out to have its default")
+    if " " in text or not text.isprintable():
         raise BadValue("must not hold white space")
     if "*" in text or ">" in text:
         raise BadValue("must not hold a wildcard (* or >)")

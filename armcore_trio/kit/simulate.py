@@ -6,7 +6,6 @@ Jobs outlive connections: work goes on while NATS is away, and a result is repea
 
 import json
 import random
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from armcore_trio import __version__, logs
 from armcore_trio.borders.bus import Bus, Message, Received, open_bus
 from armcore_trio.commands.common import settings
 from armcore_trio.settings import Settings
+from armcore_trio.signals import stop_signals, wait_hurry
 from armcore_trio.supervision.status import TaskStatus
 from armcore_trio.supervision.supervisor import ChildSpec, RestartPolicy, Stop, Supervisor
 
@@ -57,11 +57,11 @@ def command(pipelines: tuple[str, ...], delay_seconds: float) -> None:
 
 
 async def run(settings: Settings, pipelines: Sequence[str], delay_seconds: float) -> None:
-    """Serve these pipelines, each document taking so long, until SIGTERM or SIGINT. A NATS that is away is waited for.
+    """Serve these pipelines, each document taking so long, until a stop signal. A NATS that is away is waited for.
 
     What was acknowledged is then finished and confirmed within `SHUTDOWN_GRACE_SECONDS`; a second signal ends it at once.
     """
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with trio.open_signal_receiver(*stop_signals()) as signals:
         async with trio.open_nursery() as nursery:
             simulator = _Simulator(settings, tuple(dict.fromkeys(pipelines)), delay_seconds, nursery)
             supervisor = Supervisor(nursery)
@@ -74,7 +74,7 @@ async def run(settings: Settings, pipelines: Sequence[str], delay_seconds: float
 
 
 async def _hurry(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
-    await anext(signals)
+    await wait_hurry(signals)
     scope.cancel()
 
 

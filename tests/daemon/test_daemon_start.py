@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
@@ -12,12 +13,13 @@ from uuid import uuid4
 
 import pytest
 
+from armcore_trio.borders.store import SCHEMA_VERSION
 from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import DSN, JWT, SEED, URL
 from tests.conftest import StartDaemon
 from tests.support.credentials import user_credentials
 from tests.support.database import Database
-from tests.support.servers import RESULT_SUBJECT, TABULAR_SUBJECT, administration
+from tests.support.servers import RESULT_SUBJECT, TABULAR_SUBJECT, administration, fresh_database
 from tests.support.waiting import wait_until
 
 REFUSED_SUBJECTS = {
@@ -148,6 +150,28 @@ def test_an_outage_backs_off_and_never_uses_up_the_restarts(
     assert daemon.running
     assert daemon.stop() == 0
     assert not daemon.named("supervisor.gave_up")
+
+
+@pytest.mark.req("R6", "S6.3")
+def test_it_migrates_with_the_exchange_turned_off(start_daemon: StartDaemon, postgres: Postgres) -> None:
+    with fresh_database(postgres, template="template0") as dsn, closing(Database(dsn)) as database:
+        daemon = start_daemon({DSN: dsn}, "run", "--migrate", NATS_ENABLED="false")
+        daemon.wait_for_event("migrate.done", revision=SCHEMA_VERSION)
+        assert database.value("SELECT max(version_num) FROM armcore_trio_version") == SCHEMA_VERSION
+        report = daemon.wait_health()
+        assert (report["status"], report["database"], list(report["tasks"])) == ("ok", "off", ["health"])
+        assert daemon.stop() == 0
+        again = start_daemon({DSN: dsn}, "run", "--migrate", NATS_ENABLED="false").wait_ok()
+        assert again.stop() == 0
+        assert not again.named("migrate.done")
+
+
+@pytest.mark.req("R6")
+def test_a_migration_needs_a_database_even_if_the_exchange_is_off(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon({}, "run", "--migrate", NATS_ENABLED="false")
+    daemon.claim("settings.invalid")
+    assert daemon.wait_exit() == 78
+    assert daemon.one("settings.invalid")["problems"] == {DSN: "is required for --migrate"}
 
 
 def test_the_console_script_is_the_same_command() -> None:
