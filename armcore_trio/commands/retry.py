@@ -14,7 +14,7 @@ from armcore_trio.borders.database import Connection, bounded
 from armcore_trio.borders.store import Store
 from armcore_trio.commands.common import REFUSED, as_json
 from armcore_trio.commands.reaching import with_store
-from armcore_trio.errors import WriteRefused
+from armcore_trio.errors import DependencyDown, RowsLocked, WriteRefused
 from armcore_trio.protocol.lifecycle import RETRYABLE
 
 
@@ -23,16 +23,21 @@ from armcore_trio.protocol.lifecycle import RETRYABLE
 @as_json
 def command(jobs: tuple[UUID, ...], as_json: bool) -> None:
     """Give the files of failed jobs (timeout, dlq, error) a new attempt."""
-    results = with_store(lambda database: retry(database, jobs))
-    if as_json:
-        click.echo(json.dumps([result.as_dict() for result in results]))
-    else:
-        for result in results:
-            click.echo(
-                f"{result.job_id}: {result.refusal or f'attempt {result.attempt} is {result.new_job_id}'}",
-                err=bool(result.refusal),
-            )
+    results: list[Retried] = []
+    try:
+        with_store(lambda database: retry(database, jobs, results))
+    finally:
+        _print(results, as_json=as_json)
     sys.exit(REFUSED if any(result.refusal for result in results) else 0)
+
+
+def _print(results: Sequence["Retried"], *, as_json: bool) -> None:
+    if as_json and results:
+        click.echo(json.dumps([result.as_dict() for result in results]))
+    elif not as_json:
+        for result in results:
+            done = f"attempt {result.attempt} is {result.new_job_id}"
+            click.echo(f"{result.job_id}: {result.refusal or done}", err=bool(result.refusal))
 
 
 @frozen
@@ -50,10 +55,20 @@ class Retried:
         return {"job_id": str(self.job_id), "new_job_id": new, "attempt": self.attempt, "refusal": self.refusal}
 
 
-async def retry(database: Store, job_ids: Sequence[UUID]) -> list[Retried]:
-    """Make a new attempt for each job, each in its own transaction; a refused one does not stop the others."""
+async def retry(database: Store, job_ids: Sequence[UUID], results: list[Retried]) -> None:
+    """Make a new attempt for each job, each in its own transaction, and add to `results` what became of it.
+
+    A refused one does not stop the others. `DependencyDown` if the database goes away amid them: the one under way and the
+    rest are then in `results` too.
+    """
     async with database.open("retry") as connection:
-        return [await _retry(connection, job_id) for job_id in job_ids]
+        for number, job_id in enumerate(job_ids, 1):
+            try:
+                results.append(await _retry(connection, job_id))
+            except DependencyDown as down:
+                results.append(Retried(job_id, refusal=f"nobody knows: {down}"))
+                results += [Retried(rest, refusal="not tried") for rest in job_ids[number:]]
+                raise
 
 
 async def _retry(connection: Connection, job_id: UUID) -> Retried:
@@ -70,6 +85,8 @@ async def _retry(connection: Connection, job_id: UUID) -> Retried:
             if not candidate.current:
                 return Retried(job_id, refusal="it is not its file's current job")
             new_job_id, attempt = await store.retry(connection, job_id)
+    except RowsLocked:
+        return Retried(job_id, refusal="it or its file is held by another session; try again later")
     except WriteRefused as refusal:
         return Retried(job_id, refusal=refusal.reason)
     return Retried(job_id, new_job_id, attempt)

@@ -30,7 +30,7 @@ def test_any_other_signal_after_a_hang_up_hurries(start_daemon: StartDaemon) -> 
 
 
 @pytest.mark.req("N24")
-def test_who_was_started_to_outlive_its_terminal_does(dsn: str, environment: dict[str, str]) -> None:
+def test_who_was_started_to_outlive_its_terminal_does(environment: dict[str, str]) -> None:
     with DaemonProcess(environment, wrapper=("nohup",)) as daemon:
         daemon.wait_ok()
         daemon.send_signal(SIGHUP)
