@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 import trio
 
 from armcore_trio import __version__, logs
-from armcore_trio.borders.store import SCHEMA_VERSION, Store
-from armcore_trio.errors import Dependency, Unrecoverable, leaves
+from armcore_trio.borders.fitness import SCHEMA_VERSION
+from armcore_trio.borders.store import Store
+from armcore_trio.errors import Dependency, SchemaUnfit, Unrecoverable, WriteRefused, leaves
 from armcore_trio.exchange.books import books
 from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.exchange.publisher import Publisher
@@ -94,7 +95,10 @@ class _Upgrade:
                 return
             from armcore_trio.borders.migrate import migrate  # noqa: PLC0415 - Alembic costs a start that needs none a third of a second
 
-            before = await trio.to_thread.run_sync(migrate, self._dsn, abandon_on_cancel=True)
+            try:
+                before = await trio.to_thread.run_sync(migrate, self._dsn, abandon_on_cancel=True)
+            except WriteRefused as refusal:
+                raise SchemaUnfit(f"migration: {refusal}") from None
             if before != SCHEMA_VERSION:
                 logs.get().info("migrate.done", revision_before=before, revision=SCHEMA_VERSION)
             self._done = True

@@ -45,10 +45,14 @@ class Unrecoverable(Exception):
     exit_code = 70
 
 
-class SchemaOutdated(Unrecoverable):
-    """The database answers, and its schema is missing or older than this version (D9.1)."""
+class SchemaUnfit(Unrecoverable):
+    """The database answers, and the work cannot be done there as it stands; says what to mend (N07)."""
 
     exit_code = 69
+
+
+class SchemaOutdated(SchemaUnfit):
+    """Its schema is missing or older than this version (D9.1)."""
 
 
 class SettingsError(Exception):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import psycopg
 import trio
-from psycopg import conninfo, pq
+from psycopg import _encodings, conninfo, pq
 from psycopg.abc import PQGen, PQGenConn
 from psycopg.waiting import Ready, Wait
 
@@ -26,9 +26,47 @@ QUERY_SECONDS = 10.0
 PING_SECONDS = 2.0
 _CANCEL_SECONDS = 0.5
 
-_SESSION = """
-SELECT set_config('lock_timeout', '4s', false), set_config('idle_in_transaction_session_timeout', '30s', false)
+SEARCH_PATH = "public, pg_temp"
+_SETTINGS = {
+    "lock_timeout": "4s",
+    "statement_timeout": "0",
+    "transaction_timeout": "0",
+    "idle_session_timeout": "0",
+    "idle_in_transaction_session_timeout": "30s",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_deferrable": "off",
+    "row_security": "off",
+    "TimeZone": "UTC",
+    "DateStyle": "ISO, MDY",
+    "IntervalStyle": "postgres",
+    "bytea_output": "hex",
+    "standard_conforming_strings": "on",
+    "array_nulls": "on",
+    "transform_null_equals": "off",
+    "exit_on_error": "off",
+    "quote_all_identifiers": "off",
+}
+"""What a role or a database could have set otherwise, and the exchange relies on; those a server does not know are left.
+
+Not among them: a read-only default, which is how one switches writers off (B12), and what only changes speed.
 """
+
+
+_SESSION = """
+SET statement_timeout = 0;
+SELECT pg_catalog.set_config(name, value, false) FROM (VALUES <wanted>) AS wanted (name, value)
+WHERE pg_catalog.current_setting(name, true) IS NOT NULL
+UNION ALL
+SELECT pg_catalog.set_config('synchronous_commit', 'on', false)
+WHERE pg_catalog.current_setting('synchronous_commit') = 'off'
+"""
+
+
+def _session() -> str:
+    """One round trip that makes the session the exchange's own. What is committed has to be durable, by whatever rule."""
+    wanted = ", ".join(f"('{name}', '{value}')" for name, value in {"search_path": SEARCH_PATH, **_SETTINGS}.items())
+    return _SESSION.replace("<wanted>", wanted)
+
 
 # SQLSTATE classes that say nothing about the data, only that the server cannot or will not work now: connection, stale
 # plan or statement, wrong transaction state (read-only), login, no such database, rollback, resources, wrong state of an
@@ -45,6 +83,22 @@ class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lock = trio.Lock()  # type: ignore[assignment]  # used as a context manager only
+
+    @property
+    def codec(self) -> str | None:
+        """Python's name for the encoding of the database's texts; None if that is UTF-8 and the server answers for it.
+
+        Without an encoding (SQL_ASCII) texts are taken for UTF-8, which all of ours are.
+        """
+        encoding = self.pgconn.parameter_status(b"server_encoding") or b"UTF8"
+        if encoding == b"UTF8":
+            return None
+        if encoding == b"SQL_ASCII":
+            return "utf-8"
+        try:
+            return _encodings.pg2pyenc(encoding)
+        except psycopg.NotSupportedError:  # EUC_TW and MULE_INTERNAL
+            return "ascii"
 
     async def wait(self, gen: PQGen[RV], interval: float = 0, timeout: float | None = None) -> RV:  # noqa: ARG002
         """Drive one of psycopg's generators. A query whose wait is cancelled is cancelled on the server too."""
@@ -114,7 +168,7 @@ async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
     try:
         async with bounded("the session's settings", CONNECT_SECONDS):
             await connection.set_autocommit(True)
-            await connection.execute(_SESSION)
+            await connection.execute(_session().encode())
         yield connection
     finally:
         await connection.close()
@@ -157,6 +211,13 @@ async def bounded(what: str, seconds: float = QUERY_SECONDS) -> AsyncIterator[No
         raise DependencyDown(Dependency.DATABASE, f"no answer to {what} within {seconds:g} s") from None
     except psycopg.Error as error:
         raise _translate(error) from error
+    except UnicodeDecodeError as error:  # a database that takes any byte for text
+        raise WriteRefused("22021", f"a text that is not {error.encoding}") from error
+
+
+def is_outage(state: str) -> bool:
+    """Whether an SQLSTATE says nothing about the data or the schema, only that the server cannot or will not work now."""
+    return state[:2] in _OUTAGE_CLASSES
 
 
 def _translate(error: psycopg.Error) -> Exception:
@@ -167,7 +228,7 @@ def _translate(error: psycopg.Error) -> Exception:
         return WriteRefused(None, reason) if isinstance(error, psycopg.DataError) else error
     if state == _LOCK_NOT_AVAILABLE:
         return RowsLocked(Dependency.DATABASE, f"{reason} ({state})")
-    if state[:2] in _OUTAGE_CLASSES or state in _UNWILLING:
+    if is_outage(state) or state in _UNWILLING:
         return DependencyDown(Dependency.DATABASE, f"{reason} ({state})")
     return error if state[:2] == "42" else WriteRefused(state, reason, error.diag.table_name)
 

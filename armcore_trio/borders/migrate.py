@@ -10,17 +10,23 @@ import alembic.command
 import psycopg
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from psycopg import conninfo
 from sqlalchemy import Connection, NullPool, create_engine, exc, text
 
 from armcore_trio import logs
-from armcore_trio.borders.store import SCHEMA_VERSION
+from armcore_trio.borders.database import is_outage
+from armcore_trio.borders.fitness import SCHEMA_VERSION, damaged
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.resources import MIGRATIONS
 
 LOCK_ATTEMPT_SECONDS = 5
 LOCK_SECONDS = 60
 _ADVISORY_LOCK = 4_201_370_114  # any number of our own; it serialises instances that migrate at once
+
+_SESSION = """
+SET statement_timeout = 0; SET idle_in_transaction_session_timeout = '60s';
+SET search_path = public; SET row_security = off; SET default_tablespace = ''"""
 
 # A link that falls silent is given up after about half a minute, as libpq counts it.
 _LIMITS = {
@@ -41,7 +47,8 @@ def migrate(dsn: str, revision: str | None = None, log: logs.Log | None = None) 
     Without a revision it goes up to the one this version needs, and leaves a newer one as it is.
 
     Waits for locks in short attempts, each said in the log, so that it never queues other work behind itself for long;
-    raises `DependencyDown` after `LOCK_SECONDS` of them, or at once if the database is away or unwilling.
+    raises `DependencyDown` after `LOCK_SECONDS` of them, or at once if the database is away. `WriteRefused` says what of the
+    tables or the record of the revision has to be mended first (N15, N16).
     """
     log = log or logs.get()
     give_up = time.monotonic() + LOCK_SECONDS
@@ -52,19 +59,26 @@ def migrate(dsn: str, revision: str | None = None, log: logs.Log | None = None) 
             state = getattr(error.orig, "sqlstate", None)
             diagnosis = getattr(error.orig, "diag", None)
             reason = " ".join(str(getattr(diagnosis, "message_primary", None) or error.orig).split())
-            if state is not None and state.startswith("P0"):
+            if state is not None and not is_outage(state):
                 raise WriteRefused(state, reason) from None
             if state not in _LOCKED or time.monotonic() > give_up:
                 raise DependencyDown(Dependency.DATABASE, f"migration: {reason}") from None
             log.warning("migrate.waiting_for_lock", error=reason)
+        except CommandError as error:
+            raise WriteRefused(None, f"migration: {error}") from None
 
 
 def _attempt(dsn: str, revision: str | None) -> str:
     engine = create_engine("postgresql+psycopg://", creator=lambda: _connect(dsn), poolclass=NullPool)
     with engine.begin() as connection:
-        connection.execute(text(f"SET lock_timeout = '{LOCK_ATTEMPT_SECONDS}s'; SET search_path = public"))
+        connection.execute(text(f"{_SESSION}; SET lock_timeout = '{LOCK_ATTEMPT_SECONDS}s'"))
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
         before = _current(connection)
+        known = revisions()
+        if revision is not None and before > known[-1]:
+            raise WriteRefused(
+                None, f"the schema is at revision {before}, this version knows none above {known[-1]}: use the newer one"
+            )
         config = _config()
         config.attributes["connection"] = connection
         if revision is None:
@@ -77,13 +91,18 @@ def _attempt(dsn: str, revision: str | None) -> str:
 
 
 def _connect(dsn: str) -> psycopg.Connection:
-    return psycopg.connect(conninfo.make_conninfo(dsn, application_name="armcore-trio migrate", **_LIMITS))
+    return psycopg.connect(
+        conninfo.make_conninfo(dsn, application_name="armcore-trio migrate", client_encoding="UTF8", **_LIMITS)
+    )
 
 
 def _current(connection: Connection) -> str:
     if connection.execute(text("SELECT to_regclass('armcore_trio_version')")).scalar() is None:
         return ""
-    return str(connection.execute(text("SELECT max(version_num) FROM armcore_trio_version")).scalar() or "")
+    found = [str(row[0]) for row in connection.execute(text("SELECT version_num::text FROM armcore_trio_version"))]
+    if damage := damaged(found):
+        raise WriteRefused(None, damage)
+    return found[0] if found else ""
 
 
 def revisions() -> list[str]:

@@ -7,6 +7,7 @@ only onto the status it was decided on, and the rows are counted: `WriteRefused`
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, LiteralString
 from uuid import UUID
@@ -14,13 +15,11 @@ from uuid import UUID
 from attrs import frozen
 
 from armcore_trio.borders.database import PING_SECONDS, Connection, bounded, connect
-from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
+from armcore_trio.borders.fitness import check_schema, prove
+from armcore_trio.errors import SchemaOutdated, WriteRefused
 from armcore_trio.protocol.lifecycle import FINAL, Change, Job, Status
 from armcore_trio.protocol.messages import Source
 from armcore_trio.resources import SQL
-
-SCHEMA_VERSION = "0003"
-"""The migration this version needs; revisions sort as text."""
 
 CHANNEL: LiteralString = "recognition_job_queued"
 
@@ -47,27 +46,30 @@ _LOCK_FOR_RETRY = _load("lock_for_retry")
 _LATEST_ATTEMPT = _load("latest_attempt")
 
 
+_TEXTS = ("job.pipeline", "file.file_name", "file.content_type", "source.bucket", "source.key")
+"""The columns of the claims that hold whatever the core wrote."""
+
+_LIMITS = {"limit": 0, "skip": [], "reply_timeout": 0}
+_ON_NO_ROWS = (
+    (_CLAIM_QUEUED, _LIMITS),
+    (_CLAIM_UNACKED, _LIMITS | {"ack_timeout": 0, "below": 0}),
+    (_SET_DEADLINES, _LIMITS),
+    (_CLAIM_EXPIRED, _LIMITS),
+    (_MARK_PUBLISHED, {"ids": "{}", "subjects": "{}", "reply_timeout": 0}),
+    (_MARK_REPUBLISHED, {"ids": "{}", "counts": "{}", "reply_timeout": 0}),
+    (_LOCK_JOBS, {"ids": "{}"}),
+    (_APPLY_CHANGES, {"changes": "[]", "effects": "[]"}),
+)
+"""All that the exchange does, with nothing to do it to."""
+
+
+_json = partial(json.dumps, ensure_ascii=False)
+"""Plain characters: an escape is translated by the server, which a database without an encoding refuses (N06)."""
+
+
 def _array(values: Iterable[UUID | int]) -> str:
     """An array, for which psycopg takes a dozen times as long."""
     return "{" + ",".join(map(str, values)) + "}"
-
-
-async def check_schema(connection: Connection) -> None:
-    """Raises `SchemaOutdated` if the database lacks what this version needs (D9.1), `DependencyDown` if it is read-only."""
-    async with bounded("the schema check"):
-        cursor = await connection.execute(
-            "SELECT to_regclass('public.armcore_trio_version'), current_setting('transaction_read_only')"
-        )
-        table, read_only = (await cursor.fetchall())[0]
-        version = ""
-        if table is not None:
-            cursor = await connection.execute("SELECT coalesce(max(version_num), '') FROM public.armcore_trio_version")
-            version = (await cursor.fetchall())[0][0]
-    if version < SCHEMA_VERSION:
-        found = f"is at revision {version}" if version else "is missing"
-        raise SchemaOutdated(f"the schema {found}, this version needs {SCHEMA_VERSION}: run `armcore-trio migrate`")
-    if read_only == "on":
-        raise DependencyDown(Dependency.DATABASE, "the server is read-only")
 
 
 @frozen
@@ -82,7 +84,7 @@ class Store:
 
     @asynccontextmanager
     async def open(self, task: str) -> AsyncIterator[Connection]:
-        """A connection to a checked, writable schema for the length of the block. Raises `DependencyDown`, `SchemaOutdated`."""
+        """A connection that was seen to do the work, for the length of the block. Raises `DependencyDown`, `SchemaUnfit`."""
         async with connect(self.dsn, f"armcore-trio {task}") as connection:
             try:
                 await check_schema(connection)
@@ -91,6 +93,7 @@ class Store:
                     raise
                 await self.upgrade()
                 await check_schema(connection)
+            await prove(connection, _ON_NO_ROWS)
             yield connection
 
 
@@ -121,8 +124,7 @@ async def claim_queued(
 ) -> list[Source]:
     """The oldest queued jobs that nobody holds, locked until the transaction ends (D1.2, D1.3)."""
     params = {"limit": limit, "reply_timeout": reply_timeout_seconds, "skip": list(skip)}
-    cursor = await connection.execute(_CLAIM_QUEUED, params)
-    return [Source(*row) for row in await cursor.fetchall()]
+    return await _sources(connection, _CLAIM_QUEUED, params)
 
 
 async def claim_unacked(
@@ -145,8 +147,28 @@ async def claim_unacked(
         "reply_timeout": reply_timeout_seconds,
         "skip": list(skip),
     }
-    cursor = await connection.execute(_CLAIM_UNACKED, params)
-    return [Source(*row) for row in await cursor.fetchall()]
+    return await _sources(connection, _CLAIM_UNACKED, params)
+
+
+async def _sources(connection: Connection, query: LiteralString, params: Mapping[str, Any]) -> list[Source]:
+    """Only a database in UTF-8 holds nothing else. Any other's texts come as bytes, or one would fail them all (N06)."""
+    codec = connection.codec
+    if codec is None:
+        return [Source(*row) for row in await (await connection.execute(query, params)).fetchall()]
+    as_bytes = ", ".join(f"convert_to({column}::text, getdatabaseencoding())" for column in _TEXTS)
+    cursor = await connection.execute(query.replace(", ".join(_TEXTS), as_bytes).encode(), params)
+    return [_decoded(row, codec) for row in await cursor.fetchall()]
+
+
+def _decoded(row: tuple[Any, ...], codec: str) -> Source:
+    first, texts, last = row[:3], list(row[3 : 3 + len(_TEXTS)]), row[3 + len(_TEXTS) :]
+    unreadable = None
+    for number, text in enumerate(texts):
+        try:
+            texts[number] = text if text is None else text.decode(codec)
+        except UnicodeDecodeError:
+            texts[number], unreadable = text.decode(codec, "backslashreplace"), _TEXTS[number].partition(".")[2]
+    return Source(*[*first, *texts, *last, unreadable])
 
 
 async def any_unacked(connection: Connection, *, ack_timeout_seconds: float) -> bool:
@@ -171,7 +193,7 @@ async def mark_published(
     connection: Connection, ids: Sequence[UUID], *, subjects: Mapping[str, str], reply_timeout_seconds: float
 ) -> None:
     """Queued jobs become published, each on its pipeline's subject (R1)."""
-    params = {"ids": _array(ids), "subjects": json.dumps(subjects), "reply_timeout": reply_timeout_seconds}
+    params = {"ids": _array(ids), "subjects": _json(subjects), "reply_timeout": reply_timeout_seconds}
     _expect(len(ids), (await connection.execute(_MARK_PUBLISHED, params)).rowcount)
 
 
@@ -196,7 +218,7 @@ async def apply_changes(connection: Connection, changes: Sequence[Change]) -> No
     rows = [_row(change, effects.setdefault(_effect(change), len(effects))) for change in changes]
     numbered = [{"number": number, "final": effect[0] in FINAL, **_named(effect)} for effect, number in effects.items()]
     query = _APPLY_CHANGES_18 if connection.info.server_version >= 180000 else _APPLY_CHANGES
-    cursor = await connection.execute(query, {"changes": json.dumps(rows), "effects": json.dumps(numbered)})
+    cursor = await connection.execute(query, {"changes": _json(rows), "effects": _json(numbered)})
     _expect(len(changes), (await cursor.fetchall())[0][0])
 
 

@@ -10,7 +10,7 @@ from attrs import fields
 from armcore_trio.borders.bus import open_bus
 from armcore_trio.borders.store import Store
 from armcore_trio.commands.common import UNAVAILABLE, as_json, settings
-from armcore_trio.errors import DependencyDown, SchemaOutdated, describe
+from armcore_trio.errors import DependencyDown, SchemaUnfit, describe
 from armcore_trio.settings import Settings
 from armcore_trio.values import Secret
 
@@ -71,5 +71,5 @@ async def _try_database(settings: Settings) -> str | None:
     try:
         async with Store(settings.postgres_dsn.reveal()).open("check"):
             return None
-    except (DependencyDown, SchemaOutdated) as error:
+    except (DependencyDown, SchemaUnfit) as error:
         return describe(error)

@@ -3,7 +3,7 @@
 import click
 
 from armcore_trio.borders import migrate as migrations
-from armcore_trio.borders.store import SCHEMA_VERSION
+from armcore_trio.borders.fitness import SCHEMA_VERSION
 from armcore_trio.commands.common import dsn
 from armcore_trio.commands.reaching import reaching
 

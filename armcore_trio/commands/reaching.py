@@ -9,7 +9,7 @@ import trio
 
 from armcore_trio.borders.store import Store
 from armcore_trio.commands.common import REFUSED, UNAVAILABLE, dsn
-from armcore_trio.errors import DependencyDown, SchemaOutdated, WriteRefused, describe
+from armcore_trio.errors import DependencyDown, SchemaUnfit, WriteRefused, describe
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def reaching(work: Callable[[], T]) -> T:
     code, told, result = UNAVAILABLE, "", None
     try:
         result = work()
-    except* (DependencyDown, SchemaOutdated) as group:
+    except* (DependencyDown, SchemaUnfit) as group:
         told = describe(group)
     except* WriteRefused as group:
         code, told = REFUSED, describe(group)

@@ -125,6 +125,8 @@ class Source:
     reply_deadline: str | None
     """RFC 3339 in UTC, written by the database's own clock; None if it has no such form (infinity)."""
     republish_count: int
+    unreadable: str | None = None
+    """Which of its texts is not in the database's encoding, if one is not (N06)."""
 
 
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
@@ -155,6 +157,8 @@ def quick_validator(name: str) -> jsonschema_rs.Draft202012Validator:
 
 def build_request(source: Source) -> bytes:
     """The request message for a job, valid by `recognition-request.schema.json`. Raises `RequestInvalid` (D1.5)."""
+    if source.unreadable is not None:
+        raise RequestInvalid(f"{source.unreadable} is not text in the encoding of the database")
     if source.bucket is None:
         raise RequestInvalid("the file has no source object")
     file = {"name": source.file_name} | ({"content_type": source.content_type} if source.content_type is not None else {})

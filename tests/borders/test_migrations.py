@@ -12,8 +12,9 @@ import pytest
 import trio
 
 from armcore_trio.borders import migrate as migrate_module
+from armcore_trio.borders.fitness import SCHEMA_VERSION
 from armcore_trio.borders.migrate import migrate, script
-from armcore_trio.borders.store import SCHEMA_VERSION, Store
+from armcore_trio.borders.store import Store
 from armcore_trio.demo.embedded import Postgres
 from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
 from armcore_trio.protocol.lifecycle import Status
@@ -357,7 +358,7 @@ def test_a_database_that_only_reads_is_told_at_once(empty: str) -> None:
 
 
 def test_a_role_without_the_right_is_told_at_once(empty: str) -> None:
-    with pytest.raises(DependencyDown, match="permission denied for schema public"):
+    with pytest.raises(WriteRefused, match="permission denied for schema public"):
         migrate(f"{empty} options='-c role=pg_monitor'")
     assert catalog(empty) == []
 

@@ -142,6 +142,8 @@ def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class Explaining:
     """A connection as `store` uses it, which executes each statement as prepared, and keeps how."""
 
+    codec = None
+
     connection: Connection
     plans: list[Plan] = field(factory=list)
 

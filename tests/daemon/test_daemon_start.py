@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from armcore_trio.borders.store import SCHEMA_VERSION
+from armcore_trio.borders.fitness import SCHEMA_VERSION
 from armcore_trio.demo.embedded import Nats, Postgres
 from armcore_trio.settings import DSN, JWT, SEED, URL
 from tests.conftest import StartDaemon

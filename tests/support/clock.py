@@ -14,6 +14,7 @@ import trio
 from psycopg import sql
 from trio.testing import wait_all_tasks_blocked
 
+from armcore_trio.borders import database
 from armcore_trio.borders.bus import Bus
 from tests.support.waiting import until
 
@@ -56,6 +57,7 @@ class FrozenClock(trio.abc.Clock):
                         sql.Identifier(table), sql.Identifier(column)
                     )
                 )
+        patch.setattr(database, "SEARCH_PATH", "clock, pg_catalog, public")
         name = sql.Identifier(self._connection.info.dbname)
         self._connection.execute(sql.SQL("ALTER DATABASE {} SET search_path = clock, pg_catalog, public").format(name))
 
