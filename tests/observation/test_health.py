@@ -14,6 +14,8 @@ import trio
 from attrs import Factory, define
 
 from armcore_trio.errors import Dependency, DependencyDown, leaves
+from armcore_trio.exchange.books import books
+from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.observation import health
 from armcore_trio.observation.health import CannotListen, DatabaseProbe, HealthServer
 from armcore_trio.supervision.status import Status
@@ -95,7 +97,7 @@ class Served:
 
 def working(*, enabled: bool = True) -> Status:
     """A daemon whose tasks all run. Must be called within trio."""
-    status = Status(SUBJECTS, "1.2.3", enabled)
+    status = Status(SUBJECTS, "1.2.3", enabled, kept=books(Inbox(1)))
     status.add("health").running()
     if enabled:
         status.add("publisher", Dependency).running()
