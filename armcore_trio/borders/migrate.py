@@ -15,6 +15,7 @@ from sqlalchemy import Connection, NullPool, create_engine, exc, text
 
 from armcore_trio import logs
 from armcore_trio.borders.store import SCHEMA_VERSION
+from armcore_trio.dsn import hosts
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.resources import MIGRATIONS
 
@@ -77,7 +78,14 @@ def _attempt(dsn: str, revision: str | None) -> str:
 
 
 def _connect(dsn: str) -> psycopg.Connection:
-    return psycopg.connect(conninfo.make_conninfo(dsn, application_name="armcore-trio migrate", **_LIMITS))
+    """To the first host that lets us in, each with the limits of its own."""
+    failure: psycopg.Error = psycopg.OperationalError("no host to connect to")
+    for host in hosts(dsn, application_name="armcore-trio migrate", **_LIMITS):
+        try:
+            return psycopg.connect(conninfo.make_conninfo("", **host))
+        except psycopg.OperationalError as error:
+            failure = error
+    raise failure
 
 
 def _current(connection: Connection) -> str:
