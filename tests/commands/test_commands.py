@@ -8,8 +8,8 @@ from click.testing import CliRunner
 
 from armcore_trio import logs
 from armcore_trio.cli import main
-from armcore_trio.errors import SettingsError
 from armcore_trio.demo.embedded import Nats
+from armcore_trio.errors import SettingsError
 from armcore_trio.settings import DSN, URL, load
 from tests.conftest import StartDaemon
 from tests.support.commands import NOBODY, run
