@@ -6,10 +6,8 @@
 import logging
 import socket
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import hypercorn.trio
 import trio
 from attrs import frozen
 from hypercorn.config import Config, Sockets
@@ -22,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from armcore_trio import logs
-from armcore_trio.errors import leaves
+from armcore_trio.observation.door import IDLE_SECONDS, Door
 from armcore_trio.observation.probe import DatabaseProbe
 from armcore_trio.supervision.status import State, Status
 from armcore_trio.supervision.supervisor import Stop
@@ -78,23 +76,20 @@ class HealthServer:
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Serve until the stop. Raises `CannotListen` if the address cannot be bound."""
-        finish = trio.Event()
-        serve = partial(hypercorn.trio.serve, cast("ASGIFramework", self.app()), self._config(), shutdown_trigger=finish.wait)
+        config = self._config()
         try:
-            async with trio.open_nursery() as background:
-                if self.probe is not None:
-                    background.start_soon(self.probe.run)
-                async with trio.open_nursery() as nursery:
-                    urls = await nursery.start(serve)
-                    _log.info("health.listening", url=urls[0])
-                    task_status.started()
-                    with stop.interrupts():
-                        await trio.sleep_forever()
-                    finish.set()
-                background.cancel_scope.cancel()
-        except* OSError as group:
-            reasons = ", ".join(str(error.strerror) for error in leaves(group) if isinstance(error, OSError))
-            raise CannotListen(f"cannot listen on {self.bind}: {reasons}") from None
+            (listening,) = config.create_sockets().insecure_sockets
+            listening.listen(config.backlog)
+        except OSError as error:
+            raise CannotListen(f"cannot listen on {self.bind}: {error.strerror}") from None
+        door = Door(cast("ASGIFramework", self.app()), config, listening)
+        async with trio.open_nursery() as nursery:
+            if self.probe is not None:
+                nursery.start_soon(self.probe.run)
+            _log.info("health.listening", url=door.url)
+            task_status.started()
+            await door.serve(stop)
+            nursery.cancel_scope.cancel()
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -111,6 +106,7 @@ class HealthServer:
         config = _Config()
         config.bind = [str(self.bind)]
         config.errorlog = logging.getLogger("hypercorn")
+        config.keep_alive_timeout = IDLE_SECONDS
         config.graceful_timeout = _GRACE_SECONDS
         config.include_server_header = False
         return config
