@@ -19,7 +19,8 @@ from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.exchange.publisher import Publisher
 from armcore_trio.exchange.subscriber import Application, Intake
 from armcore_trio.exchange.watchdog import Watchdog
-from armcore_trio.observation.health import DatabaseProbe, HealthServer
+from armcore_trio.observation.health import HealthServer
+from armcore_trio.observation.probe import DatabaseProbe
 from armcore_trio.settings import Settings
 from armcore_trio.shutdown import Shutdown, abandon_rest, log_complete
 from armcore_trio.signals import stop_signals, wait_hurry
@@ -61,7 +62,7 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
 
 def _start_children(supervisor: Supervisor, settings: Settings, status: Status, inbox: Inbox, *, migrate: bool) -> None:
     dsn = settings.postgres_dsn.reveal() if settings.postgres_dsn else None
-    health = HealthServer(settings.health_bind, status, DatabaseProbe(dsn) if dsn and settings.nats_enabled else None)
+    health = HealthServer(settings.health_bind, status, DatabaseProbe(dsn, status) if dsn and settings.nats_enabled else None)
     supervisor.start(ChildSpec("health", health.run), status.add("health"))
     upgrade = _Upgrade(dsn) if dsn and migrate else None
     if not settings.nats_enabled:

@@ -6,8 +6,9 @@ mix outages with bad data. A cancelled query leaves its connection usable or clo
 """
 
 import select
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, closing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
@@ -16,6 +17,7 @@ from psycopg import _encodings, conninfo, pq
 from psycopg.abc import PQGen, PQGenConn
 from psycopg.waiting import Ready, Wait
 
+from armcore_trio.dsn import hosts
 from armcore_trio.errors import Dependency, DependencyDown, RowsLocked, WriteRefused
 
 RV = TypeVar("RV")
@@ -159,11 +161,11 @@ class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
 async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
     """A connection for the length of the block, in autocommit mode; `application` names it in `pg_stat_activity`.
 
-    Hosts are tried in turn, `CONNECT_SECONDS` each. Raises `DependencyDown` if none lets us in. Leaving the block closes
-    the connection at once, without a word to the server.
+    Hosts are tried in turn, `CONNECT_SECONDS` each for its name and for each address. Raises `DependencyDown` if none lets
+    us in. Leaving the block closes the connection at once, without a word to the server.
     """
     async with bounded("connect", float("inf")):
-        connection = await _connect_any(conninfo.conninfo_to_dict(dsn, application_name=application, client_encoding="UTF8"))
+        connection = await _connect_any(dsn, application)
     connection.prepare_threshold = None  # a pooler may not keep prepared statements, and ours are run once a batch
     try:
         async with bounded("the session's settings", CONNECT_SECONDS):
@@ -174,28 +176,35 @@ async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
         await connection.close()
 
 
-async def _connect_any(params: dict[str, Any]) -> Connection:
+async def _connect_any(dsn: str, application: str) -> Connection:
+    failure: psycopg.Error = psycopg.OperationalError("no host to connect to")
+    for host in await _in_thread(partial(hosts, dsn, application_name=application, client_encoding="UTF8")):
+        try:
+            addresses = await _in_thread(partial(conninfo.conninfo_attempts, host))
+        except psycopg.OperationalError as error:
+            failure = error
+            continue
+        for address in addresses:
+            try:
+                with trio.fail_after(CONNECT_SECONDS):
+                    with closing(Connection._connect_gen(conninfo.make_conninfo("", **address))) as connecting:
+                        return await _run(connecting)
+            except trio.TooSlowError:
+                failure = psycopg.OperationalError(f"no answer to connect within {CONNECT_SECONDS:g} s")
+            except psycopg.OperationalError as error:
+                failure = error
+    raise failure
+
+
+async def _in_thread(look_up: Callable[[], list[Any]]) -> list[Any]:
+    """Outside the shared limit on threads: look-ups that hang must not keep others from theirs."""
     try:
         with trio.fail_after(CONNECT_SECONDS):
-            # Outside the shared limit on threads: look-ups that hang must not keep others from theirs.
-            attempts = await trio.to_thread.run_sync(
-                conninfo.conninfo_attempts, params, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
-            )
+            return await trio.to_thread.run_sync(look_up, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
     except trio.TooSlowError:
         raise psycopg.OperationalError(f"no answer from the name server within {CONNECT_SECONDS:g} s") from None
     except (OSError, UnicodeError) as error:
         raise psycopg.OperationalError(f"the host's name cannot be resolved: {error}") from None
-    failure: psycopg.Error = psycopg.OperationalError("no host to connect to")
-    for attempt in attempts:
-        try:
-            with trio.fail_after(CONNECT_SECONDS):
-                with closing(Connection._connect_gen(conninfo.make_conninfo("", **attempt))) as connecting:
-                    return await _run(connecting)
-        except trio.TooSlowError:
-            failure = psycopg.OperationalError(f"no answer to connect within {CONNECT_SECONDS:g} s")
-        except psycopg.OperationalError as error:
-            failure = error
-    raise failure
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from sqlalchemy import Connection, NullPool, create_engine, exc, text
 from armcore_trio import logs
 from armcore_trio.borders.database import is_outage
 from armcore_trio.borders.fitness import SCHEMA_VERSION, damaged
+from armcore_trio.dsn import hosts
 from armcore_trio.errors import Dependency, DependencyDown, WriteRefused
 from armcore_trio.resources import MIGRATIONS
 
@@ -91,9 +92,14 @@ def _attempt(dsn: str, revision: str | None) -> str:
 
 
 def _connect(dsn: str) -> psycopg.Connection:
-    return psycopg.connect(
-        conninfo.make_conninfo(dsn, application_name="armcore-trio migrate", client_encoding="UTF8", **_LIMITS)
-    )
+    """To the first host that lets us in, each with the limits of its own."""
+    failure: psycopg.Error = psycopg.OperationalError("no host to connect to")
+    for host in hosts(dsn, application_name="armcore-trio migrate", client_encoding="UTF8", **_LIMITS):
+        try:
+            return psycopg.connect(conninfo.make_conninfo("", **host))
+        except psycopg.OperationalError as error:
+            failure = error
+    raise failure
 
 
 def _current(connection: Connection) -> str:

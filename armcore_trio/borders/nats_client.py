@@ -24,6 +24,8 @@ MSG_ID = "Nats-Msg-Id"
 CONFLICT = "conflict"
 """Set among a message's headers if it has several different message ids."""
 
+_GREETING_SECONDS = 1.0
+
 
 class NatsClient(Client):
     """One connection to one server, which is known beforehand."""
@@ -32,10 +34,28 @@ class NatsClient(Client):
         super().__init__()
         self._wanted = server
 
+    async def _process_connect_init(self) -> None:
+        """Called once connected. Who wants TLS and hears nothing begins with it, as a server with `handshake_first` expects."""
+        if self._wanted.tls:
+            reader = self._transport._io_reader  # type: ignore[union-attr]
+            try:
+                greeting = await asyncio.wait_for(reader.readline(), _GREETING_SECONDS)
+            except TimeoutError:
+                self.options["tls_handshake_first"] = True
+            else:
+                if not reader.at_eof():
+                    reader.feed_data(greeting)
+        await super()._process_connect_init()
+
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         """Called with the server's first line, before any credential is sent."""
-        if initial_connection and self._wanted.tls and not info.get("tls_required"):
-            raise nats.errors.Error("the server does not require TLS, and tls:// was asked for")
+        if initial_connection:
+            if self._wanted.tls and not self.options["tls_handshake_first"]:
+                if not (info.get("tls_required") or info.get("tls_available")):
+                    raise nats.errors.Error("the server offers no TLS, and tls:// was asked for")
+                info["tls_required"] = True  # what it only offers we require
+            if not info.get("headers"):
+                raise nats.errors.Error("the server takes no headers (no_header_support), and each message needs its id in one")
         await super()._process_info(info, initial_connection)
 
     async def connect(self, *args: Any, **options: Any) -> None:

@@ -1,19 +1,15 @@
 """The health child: what the daemon says of itself over HTTP. It shares nothing with the tasks it reports on.
 
-`/healthcheck` looks at the database itself, over a connection of its own and for at most a second, so that a server
-that froze a moment ago does not pass for a healthy one. The other answers touch nothing but memory.
+`/healthcheck` looks at the database itself (`probe.py`), for at most a second. The other answers touch nothing but memory.
 """
 
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import hypercorn.trio
 import trio
-from attrs import define, field, frozen
+from attrs import frozen
 from hypercorn.config import Config, Sockets
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,8 +20,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from armcore_trio import logs
-from armcore_trio.borders.database import Connection, bounded, connect
-from armcore_trio.errors import DependencyDown, leaves
+from armcore_trio.observation.door import IDLE_SECONDS, Door
+from armcore_trio.observation.probe import DatabaseProbe
 from armcore_trio.supervision.status import State, Status
 from armcore_trio.supervision.supervisor import Stop
 from armcore_trio.values import Endpoint
@@ -35,7 +31,6 @@ if TYPE_CHECKING:
 
 _log = logs.get(task="health")
 
-PROBE_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 
 
@@ -51,51 +46,6 @@ class _Config(Config):
         for listening in sockets.insecure_sockets:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_GRACE_SECONDS * 1000))
         return sockets
-
-
-@define
-class DatabaseProbe:
-    """Whether the database answers now. One look at a time, good for a second, so that many callers cost one query."""
-
-    dsn: str
-    _resources: AsyncExitStack = field(factory=AsyncExitStack)
-    _connection: Connection | None = None
-    _lock: trio.Lock = field(factory=trio.Lock)
-    _looked_at: float = float("-inf")
-    _answers: bool = False
-
-    async def answers(self) -> bool:
-        """Look, within `PROBE_SECONDS`, or repeat what was seen less than a second ago."""
-        async with self._lock:
-            if trio.current_time() - self._looked_at >= PROBE_SECONDS:
-                self._answers = await self._look()
-                self._looked_at = trio.current_time()
-            return self._answers
-
-    async def close(self) -> None:
-        """Close the connection."""
-        self._connection = None
-        await self._resources.aclose()
-
-    async def _look(self) -> bool:
-        """Ask; a connection that was lost since the last time is replaced first."""
-        kept = self._connection is not None
-        with trio.move_on_after(PROBE_SECONDS):
-            if await self._ask() or (kept and await self._ask()):
-                return True
-        await self.close()
-        return False
-
-    async def _ask(self) -> bool:
-        try:
-            async with bounded("a probe", float("inf")):
-                if self._connection is None:
-                    self._connection = await self._resources.enter_async_context(connect(self.dsn, "armcore-trio health"))
-                await self._connection.execute("SELECT 1")
-        except DependencyDown:
-            await self.close()
-            return False
-        return True
 
 
 class _Collector(Collector):
@@ -126,22 +76,20 @@ class HealthServer:
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Serve until the stop. Raises `CannotListen` if the address cannot be bound."""
-        finish = trio.Event()
-        serve = partial(hypercorn.trio.serve, cast("ASGIFramework", self.app()), self._config(), shutdown_trigger=finish.wait)
+        config = self._config()
         try:
-            async with trio.open_nursery() as nursery:
-                urls = await nursery.start(serve)
-                _log.info("health.listening", url=urls[0])
-                task_status.started()
-                with stop.interrupts():
-                    await trio.sleep_forever()
-                finish.set()
-        except* OSError as group:
-            reasons = ", ".join(str(error.strerror) for error in leaves(group) if isinstance(error, OSError))
-            raise CannotListen(f"cannot listen on {self.bind}: {reasons}") from None
-        finally:
+            (listening,) = config.create_sockets().insecure_sockets
+            listening.listen(config.backlog)
+        except OSError as error:
+            raise CannotListen(f"cannot listen on {self.bind}: {error.strerror}") from None
+        door = Door(cast("ASGIFramework", self.app()), config, listening)
+        async with trio.open_nursery() as nursery:
             if self.probe is not None:
-                await self.probe.close()
+                nursery.start_soon(self.probe.run)
+            _log.info("health.listening", url=door.url)
+            task_status.started()
+            await door.serve(stop)
+            nursery.cancel_scope.cancel()
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -158,12 +106,15 @@ class HealthServer:
         config = _Config()
         config.bind = [str(self.bind)]
         config.errorlog = logging.getLogger("hypercorn")
+        config.keep_alive_timeout = IDLE_SECONDS
         config.graceful_timeout = _GRACE_SECONDS
         config.include_server_header = False
         return config
 
     async def _healthcheck(self, _: Request) -> Response:
         answers = self.probe is not None and await self.probe.answers()
+        if self.probe is not None and self.probe.failure is not None:
+            self.status.tasks["health"].last_error = self.probe.failure
         report = self.status.report(database_answers=answers)
         return JSONResponse(report, 200 if report["status"] == "ok" else 503)
 

@@ -121,6 +121,10 @@ class Status:
             return "off"
         return "down" if any(dependency in task.missing for task in self.tasks.values()) else "ok"
 
+    def waits_for(self, dependency: Dependency) -> bool:
+        """Whether a task has failed for want of it and will try again."""
+        return any(task.state is State.BACKOFF and dependency in task.missing for task in self.tasks.values())
+
     def report(self, *, database_answers: bool) -> dict[str, Any]:
         """The body of `/healthcheck`. `database_answers` is what a probe of this moment says."""
         dependencies = {dependency.value: self.dependency(dependency) for dependency in Dependency}

@@ -22,6 +22,7 @@ import trio
 import trustme
 
 from armcore_trio.borders import bus as bus_module
+from armcore_trio.borders import nats_client
 from armcore_trio.borders.bus import Bus, Message, Received, open_bus
 from armcore_trio.demo.embedded import Nats
 from armcore_trio.errors import DependencyDown
@@ -581,10 +582,84 @@ async def test_the_end_of_a_tls_connection_is_told_in_our_words_alone(authority:
 @pytest.mark.req("R6", "R7")
 async def test_tls_wanted_from_a_server_without_it_sends_no_credentials(nats_server: Nats, link: Link) -> None:
     proxy = link(nats_server.port)
-    with taking(0, 2), nats_down("does not require TLS, and tls:// was asked for"):
+    with taking(0, 2), nats_down("the server offers no TLS, and tls:// was asked for"):
         async with open_bus(settings_for(local(proxy.port, "canary", "tls")), NAME):
             pytest.fail("connected")
     assert proxy.recorded(Direction.UP) == b""
+
+
+@pytest.mark.req("N17", "R6")
+@pytest.mark.parametrize("more", ["", "allow_non_tls: true", "auto", "true", "1500ms"])
+async def test_tls_is_made_however_the_server_offers_it(
+    authority: trustme.CA, link: Link, tmp_path: Path, subject: str, more: str
+) -> None:
+    """Required, offered, begun by the client with and without a pause for those who wait: nothing after INFO is in clear."""
+    config = tls_config(authority.issue_cert("127.0.0.1"), tmp_path)
+    with Nats(config=f"{config}\n{more}" if ":" in more else config) as server:
+        if more and ":" not in more:
+            server.reload(config.replace("}", f", handshake_first: {more} }}"))
+            await until(lambda: server_is_quiet(server.port), what="the new settings")
+        proxy = link(server.port)
+        wanted = local(proxy.port, "user:canary", "tls")
+        settings = settings_for(local(1, "user:canary"), wanted, **{CA_FILE: ca_file(authority, tmp_path)})
+        with trio.fail_after(LIMIT_SECONDS):
+            async with open_bus(settings, NAME) as bus:
+                await bus.publish_batch(messages(subject, 3))
+        sent = proxy.recorded(Direction.UP)
+        assert sent.startswith(b"\x16")
+        assert not [word for word in (b"CONNECT", b"PING", b"PUB", b"canary", subject.encode()) if word in sent]
+        assert b"PONG" not in proxy.recorded(Direction.DOWN)
+
+
+def server_is_quiet(port: int) -> bool:
+    """It does not speak first, or not at once."""
+    with socket.create_connection(("127.0.0.1", port), 5) as guest:
+        guest.settimeout(0.02)
+        try:
+            return not guest.recv(1)
+        except TimeoutError:
+            return True
+
+
+@pytest.mark.req("N17", "R6")
+@pytest.mark.parametrize("known", [True, False], ids=["another name", "another authority"])
+async def test_tls_that_is_offered_only_is_made_with_a_peer_we_trust_or_not_at_all(
+    authority: trustme.CA, link: Link, tmp_path: Path, known: bool
+) -> None:
+    with tls_nats(authority, tmp_path, "nats.example" if known else "127.0.0.1", more="allow_non_tls: true") as server:
+        proxy = link(server.port)
+        trusted = ca_file(authority if known else trustme.CA(), tmp_path)
+        with nats_down("(?i)certificate verify failed"):
+            async with open_bus(settings_for(local(proxy.port, "u:canary", "tls"), **{CA_FILE: trusted}), NAME):
+                pytest.fail("connected")
+        assert not [word for word in (b"CONNECT", b"canary") if word in proxy.recorded(Direction.UP)]
+
+
+@pytest.mark.req("N17", "R6")
+async def test_a_server_that_is_never_heard_gets_no_credentials_in_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nats_client, "_GREETING_SECONDS", 0.1)
+    monkeypatch.setattr(bus_module, "CONNECT_SECONDS", 0.5)
+    with Listener() as mute:
+        with taking(0.5, 2.5), nats_down(r"did not let us connect within 0\.5 s"):
+            async with open_bus(settings_for(local(mute.port, "u:canary", "tls")), NAME):
+                pytest.fail("connected")
+        assert mute.heard.startswith(b"\x16")
+        assert b"canary" not in mute.heard
+
+
+@pytest.mark.parametrize("scheme", ["nats", "tls"])
+async def test_a_server_without_headers_is_refused_in_a_line(
+    authority: trustme.CA, tmp_path: Path, link: Link, scheme: str
+) -> None:
+    """It resets a connection that sends one, and nobody would know why."""
+    with tls_nats(authority, tmp_path, "127.0.0.1", more="allow_non_tls: true\nno_header_support: true") as server:
+        proxy = link(server.port)
+        trusted = {CA_FILE: ca_file(authority, tmp_path)} if scheme == "tls" else {}
+        settings = settings_for(local(proxy.port, "u:canary", scheme), **trusted)
+        with nats_down("the server takes no headers"):
+            async with open_bus(settings, NAME):
+                pytest.fail("connected")
+        assert proxy.recorded(Direction.UP) == b""
 
 
 @pytest.mark.req("R6")

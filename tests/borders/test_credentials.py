@@ -146,7 +146,7 @@ def _expired_certificate(directory: Path) -> Case:
 
 def _no_tls(directory: Path) -> Case:
     case = _mended_certificate(directory, lambda ours: ours.issue_cert(HOST), "")
-    return Case(case.variables, case.admits, f'authorization {{ token: "{TOKEN}" }}', "does not require TLS, and tls://")
+    return Case(case.variables, case.admits, f'authorization {{ token: "{TOKEN}" }}', "offers no TLS, and tls://")
 
 
 REFUSED = {

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from armcore_trio import logs
 from armcore_trio.cli import main
+from armcore_trio.demo.embedded import Nats
 from armcore_trio.errors import SettingsError
 from armcore_trio.settings import DSN, URL, load
 from tests.conftest import StartDaemon
@@ -49,6 +50,30 @@ def test_down_to_base_is_refused_while_there_are_rows_and_done_when_there_are_no
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("R6")
+@pytest.mark.parametrize(
+    ("config", "url", "reason"),
+    [
+        ("no_header_support: true", "nats://127.0.0.1:{}", "the server takes no headers"),
+        ("max_connections: 1", "nats://127.0.0.1:{}", "nats: "),
+        (
+            "accounts { A { users: [{ user: u, password: p }], limits { max_conn: 1 } } }",
+            "nats://u:p@127.0.0.1:{}",
+            "maximum account active connections exceeded",
+        ),
+    ],
+    ids=["no headers", "one connection", "one connection an account"],
+)
+def test_check_connect_says_what_would_keep_the_daemon_from_working(dsn: str, config: str, url: str, reason: str) -> None:
+    with Nats(config=config) as server:
+        checked = run("check", "--connect", **{URL: url.format(server.port), DSN: dsn})
+    *_, nats, database = checked.stdout.splitlines()
+    assert (checked.returncode, checked.stderr, database) == (69, "", "database: ok")
+    assert nats.startswith("nats: ")
+    assert reason in nats
+    assert nats != "nats: ok"
 
 
 @pytest.mark.req("R7")

@@ -17,7 +17,8 @@ from armcore_trio.errors import Dependency, DependencyDown, leaves
 from armcore_trio.exchange.books import books
 from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.observation import health
-from armcore_trio.observation.health import CannotListen, DatabaseProbe, HealthServer
+from armcore_trio.observation.health import CannotListen, HealthServer
+from armcore_trio.observation.probe import DatabaseProbe
 from armcore_trio.supervision.status import Status
 from armcore_trio.supervision.supervisor import Stop
 from armcore_trio.values import Endpoint
@@ -46,8 +47,11 @@ class Answering(DatabaseProbe):
         await trio.sleep(self.delay_seconds)
         return self.says
 
-    async def close(self) -> None:
-        self.closed = True
+    async def run(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.closed = True
 
 
 @define
@@ -110,8 +114,8 @@ def working(*, enabled: bool = True) -> Status:
 @asynccontextmanager
 async def serving(status: Status | None = None, *, host: str = "127.0.0.1", database: bool = True) -> AsyncIterator[Served]:
     """A server on a port of the system's choice; on the way out it is stopped and must end by itself."""
-    stop, probe = Stop(), Answering("")
     status = status or working()
+    stop, probe = Stop(), Answering("", status)
     server = HealthServer(Endpoint(host, 0), status, probe if database else None)
     with structlog.testing.capture_logs() as records:
         served = Served(host, 0, status, probe, stop)
