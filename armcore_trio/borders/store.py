@@ -233,10 +233,11 @@ def _expect(expected: int, written: int) -> None:
 
 @frozen
 class RetryCandidate:
-    """A locked job as a retry sees it. `current` tells whether it is its file's current job."""
+    """A locked job as a retry sees it: whether its file's row is there, and whether it is that file's current job."""
 
     status: Status
     attempt: int
+    has_file: bool
     current: bool
     latest_attempt: int
 
@@ -246,9 +247,9 @@ async def lock_for_retry(connection: Connection, job_id: UUID) -> RetryCandidate
     rows = await (await connection.execute(_LOCK_FOR_RETRY, {"id": job_id})).fetchall()
     if not rows:
         return None
-    status, attempt, current = rows[0]
+    status, attempt, has_file, current = rows[0]
     latest = await (await connection.execute(_LATEST_ATTEMPT, {"id": job_id})).fetchall()
-    return RetryCandidate(Status(status), attempt, current, latest[0][0])
+    return RetryCandidate(Status(status), attempt, has_file, current, latest[0][0])
 
 
 async def retry(connection: Connection, job_id: UUID) -> tuple[UUID, int]:
