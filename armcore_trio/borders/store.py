@@ -24,6 +24,8 @@ SCHEMA_VERSION = "0003"
 
 CHANNEL: LiteralString = "recognition_job_queued"
 
+CHECK_DEFERRED: LiteralString = "SET CONSTRAINTS ALL IMMEDIATE"
+
 
 def _load(name: LiteralString) -> LiteralString:
     return (SQL / f"{name}.sql").read_text("utf-8")
@@ -170,15 +172,26 @@ async def claim_expired(connection: Connection, *, limit: int, skip: Collection[
 async def mark_published(
     connection: Connection, ids: Sequence[UUID], *, subjects: Mapping[str, str], reply_timeout_seconds: float
 ) -> None:
-    """Queued jobs become published, each on its pipeline's subject (R1)."""
+    """Queued jobs become published, each on its pipeline's subject (R1). The last write before they are sent."""
     params = {"ids": _array(ids), "subjects": json.dumps(subjects), "reply_timeout": reply_timeout_seconds}
-    _expect(len(ids), (await connection.execute(_MARK_PUBLISHED, params)).rowcount)
+    await _write_last(connection, _MARK_PUBLISHED, params, len(ids))
 
 
 async def mark_republished(connection: Connection, counts: Mapping[UUID, int], *, reply_timeout_seconds: float) -> None:
-    """Published jobs were sent once more; `counts` tells how often by now (R3)."""
+    """Published jobs were sent once more; `counts` tells how often by now (R3). The last write before they are sent."""
     params = {"ids": _array(counts), "counts": _array(counts.values()), "reply_timeout": reply_timeout_seconds}
-    _expect(len(counts), (await connection.execute(_MARK_REPUBLISHED, params)).rowcount)
+    await _write_last(connection, _MARK_REPUBLISHED, params, len(counts))
+
+
+async def _write_last(connection: Connection, query: LiteralString, params: Mapping[str, Any], count: int) -> None:
+    """Write so many rows; what the commit could still refuse of the transaction is refused now, on the same way to the server.
+
+    Not sooner: a core may have deferred its constraints because they do not hold between its triggers' writes.
+    """
+    async with connection.pipeline():
+        cursor = await connection.execute(query, params)
+        await connection.execute(CHECK_DEFERRED)
+    _expect(count, cursor.rowcount)
 
 
 async def lock_jobs(connection: Connection, ids: Iterable[UUID]) -> dict[UUID, Job]:
