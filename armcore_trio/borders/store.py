@@ -23,6 +23,8 @@ from armcore_trio.resources import SQL
 
 CHANNEL: LiteralString = "recognition_job_queued"
 
+CHECK_DEFERRED: LiteralString = "SET CONSTRAINTS ALL IMMEDIATE"
+
 
 def _load(name: LiteralString) -> LiteralString:
     return (SQL / f"{name}.sql").read_text("utf-8")
@@ -192,15 +194,26 @@ async def claim_expired(connection: Connection, *, limit: int, skip: Collection[
 async def mark_published(
     connection: Connection, ids: Sequence[UUID], *, subjects: Mapping[str, str], reply_timeout_seconds: float
 ) -> None:
-    """Queued jobs become published, each on its pipeline's subject (R1)."""
+    """Queued jobs become published, each on its pipeline's subject (R1). The last write before they are sent."""
     params = {"ids": _array(ids), "subjects": _json(subjects), "reply_timeout": reply_timeout_seconds}
-    _expect(len(ids), (await connection.execute(_MARK_PUBLISHED, params)).rowcount)
+    await _write_last(connection, _MARK_PUBLISHED, params, len(ids))
 
 
 async def mark_republished(connection: Connection, counts: Mapping[UUID, int], *, reply_timeout_seconds: float) -> None:
-    """Published jobs were sent once more; `counts` tells how often by now (R3)."""
+    """Published jobs were sent once more; `counts` tells how often by now (R3). The last write before they are sent."""
     params = {"ids": _array(counts), "counts": _array(counts.values()), "reply_timeout": reply_timeout_seconds}
-    _expect(len(counts), (await connection.execute(_MARK_REPUBLISHED, params)).rowcount)
+    await _write_last(connection, _MARK_REPUBLISHED, params, len(counts))
+
+
+async def _write_last(connection: Connection, query: LiteralString, params: Mapping[str, Any], count: int) -> None:
+    """Write so many rows; what the commit could still refuse of the transaction is refused now, on the same way to the server.
+
+    Not sooner: a core may have deferred its constraints because they do not hold between its triggers' writes.
+    """
+    async with connection.pipeline():
+        cursor = await connection.execute(query, params)
+        await connection.execute(CHECK_DEFERRED)
+    _expect(count, cursor.rowcount)
 
 
 async def lock_jobs(connection: Connection, ids: Iterable[UUID]) -> dict[UUID, Job]:
@@ -255,10 +268,11 @@ def _expect(expected: int, written: int) -> None:
 
 @frozen
 class RetryCandidate:
-    """A locked job as a retry sees it. `current` tells whether it is its file's current job."""
+    """A locked job as a retry sees it: whether its file's row is there, and whether it is that file's current job."""
 
     status: Status
     attempt: int
+    has_file: bool
     current: bool
     latest_attempt: int
 
@@ -268,9 +282,9 @@ async def lock_for_retry(connection: Connection, job_id: UUID) -> RetryCandidate
     rows = await (await connection.execute(_LOCK_FOR_RETRY, {"id": job_id})).fetchall()
     if not rows:
         return None
-    status, attempt, current = rows[0]
+    status, attempt, has_file, current = rows[0]
     latest = await (await connection.execute(_LATEST_ATTEMPT, {"id": job_id})).fetchall()
-    return RetryCandidate(Status(status), attempt, current, latest[0][0])
+    return RetryCandidate(Status(status), attempt, has_file, current, latest[0][0])
 
 
 async def retry(connection: Connection, job_id: UUID) -> tuple[UUID, int]:

@@ -78,6 +78,8 @@ async def _retry(connection: Connection, job_id: UUID) -> Retried:
             candidate = await store.lock_for_retry(connection, job_id)
             if candidate is None:
                 return Retried(job_id, refusal="there is no such job")
+            if not candidate.has_file:
+                return Retried(job_id, refusal="the file's row is gone")
             if candidate.latest_attempt > candidate.attempt:
                 return Retried(job_id, refusal=f"attempt {candidate.latest_attempt} of its file exists")
             if candidate.status not in RETRYABLE:

@@ -128,8 +128,8 @@ class Publisher:
             taken.extend(claimed)
             built = self._build(sources, bus, Status.QUEUED)
             ids, subjects = [source.job_id for source in built.sources], self.settings.request_subjects
-            await store.mark_published(connection, ids, subjects=subjects, reply_timeout_seconds=reply_timeout_seconds)
             await store.apply_changes(connection, built.unbuildable)
+            await store.mark_published(connection, ids, subjects=subjects, reply_timeout_seconds=reply_timeout_seconds)
             await bus.publish_batch(built.messages)
         self._report("outbox.published", "published", built)
 
@@ -156,8 +156,8 @@ class Publisher:
             built = self._build(repeats, bus, Status.PUBLISHED)
             dead = [self._dead_letter(source) for source in hopeless]
             counts = {source.job_id: source.republish_count + 1 for source in built.sources}
-            await store.mark_republished(connection, counts, reply_timeout_seconds=settings.reply_timeout_seconds)
             await store.apply_changes(connection, built.unbuildable + dead)
+            await store.mark_republished(connection, counts, reply_timeout_seconds=settings.reply_timeout_seconds)
             await bus.publish_batch(built.messages)  # even if empty: nothing is counted over a dead connection (D3.1)
         self._report("outbox.republished", "republished", built)
         if dead:

@@ -100,7 +100,7 @@ class Job:
     """The part of a `recognition_job` row that decisions depend on."""
 
     id: UUID
-    file_id: UUID
+    file_id: UUID | None
     status: Status
     result_msg_id: str | None = None
 

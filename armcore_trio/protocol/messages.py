@@ -115,7 +115,8 @@ class Source:
     """A job joined with its file and source object, as the outbox reads it. `None` where the join found nothing."""
 
     job_id: UUID
-    file_id: UUID
+    file_id: UUID | None
+    """None if the file's row is gone."""
     attempt: int
     pipeline: str
     file_name: str | None
@@ -157,6 +158,8 @@ def quick_validator(name: str) -> jsonschema_rs.Draft202012Validator:
 
 def build_request(source: Source) -> bytes:
     """The request message for a job, valid by `recognition-request.schema.json`. Raises `RequestInvalid` (D1.5)."""
+    if source.file_id is None:
+        raise RequestInvalid("the file's row is gone")
     if source.unreadable is not None:
         raise RequestInvalid(f"{source.unreadable} is not text in the encoding of the database")
     if source.bucket is None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, LiteralString, cast
 from uuid import UUID, uuid4
 
@@ -151,7 +151,13 @@ class Explaining:
     def info(self) -> psycopg.ConnectionInfo:
         return self.connection.info
 
-    async def execute(self, query: LiteralString, params: dict[str, Any]) -> psycopg.AsyncCursor[tuple[Any, ...]]:
+    def pipeline(self) -> nullcontext[None]:
+        """None: each statement is to be explained by itself."""
+        return nullcontext()
+
+    async def execute(self, query: LiteralString, params: dict[str, Any] | None = None) -> psycopg.AsyncCursor[tuple[Any, ...]]:
+        if params is None:
+            return await self.connection.execute(query)
         names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", query)))
         text = re.sub(r"%\((\w+)\)s", lambda found: f"${names.index(found[1]) + 1}", query)
         await self.connection.execute(f"PREPARE probe AS {text}".encode())

@@ -19,13 +19,13 @@ WITH job AS MATERIALIZED (
     LIMIT %(limit)s
     FOR UPDATE OF recognition_job SKIP LOCKED
 )
-SELECT job.id, job.file_id, job.attempt, job.pipeline, file.file_name, file.content_type, source.bucket, source.key,
+SELECT job.id, file.id, job.attempt, job.pipeline, file.file_name, file.content_type, source.bucket, source.key,
        to_char(
            coalesce(job.reply_deadline, now() + %(reply_timeout)s * interval '1 second') AT TIME ZONE 'UTC',
            'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'
        ),
        job.count
 FROM job
-CROSS JOIN LATERAL (SELECT * FROM stored_file WHERE id = job.file_id LIMIT 1) AS file
+LEFT JOIN LATERAL (SELECT * FROM stored_file WHERE id = job.file_id LIMIT 1) AS file ON true
 LEFT JOIN LATERAL (SELECT * FROM s3_object WHERE id = file.s3_object_id LIMIT 1) AS source ON true
 ORDER BY job.sent_at, job.id
