@@ -108,8 +108,10 @@ class Connection(psycopg.AsyncConnection[tuple[Any, ...]]):
             with trio.move_on_after(float("inf") if timeout is None else timeout):
                 return await self._drive(gen)
         except trio.Cancelled:
-            if self.pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
+            if self.pgconn.transaction_status == pq.TransactionStatus.ACTIVE or self.pgconn.pipeline_status:
                 await self._abandon(gen)
+            with suppress(psycopg.Error):  # a pipeline's last words, to a connection that is closed
+                gen.close()
             raise
         raise psycopg.errors._WaitTimeout("wait timeout expired")
 
