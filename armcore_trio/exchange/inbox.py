@@ -16,25 +16,37 @@ from armcore_trio.errors import DependencyDown
 from armcore_trio.protocol.messages import Envelope, Invalid, decode
 
 MAX_BYTES = 128 * 1024 * 1024
-BATCH_BYTES = 4 * 1024 * 1024
+BATCH_BYTES = 1024 * 1024
 CATCH_UP_SECONDS = 2.0
 
 
 class Pending:
-    """A received message and what it says. Decoded on arrival, while the application waits for the database."""
+    """A received message. Kept as its bytes until somebody asks what it says: as objects it may take forty times as much."""
 
-    __slots__ = ("conflicting", "content", "msg_id", "reply", "size")
+    __slots__ = ("_body", "_max_bytes", "conflicting", "msg_id", "reply", "size")
 
     def __init__(self, received: Received, max_bytes: int) -> None:
-        self.content: Envelope | Invalid = decode(received.data, max_bytes)
-        """What the body says; the body itself is not kept."""
+        self._body: bytes | Envelope | Invalid = received.data
+        self._max_bytes = max_bytes
         self.msg_id, self.reply, self.conflicting = received.msg_id, received.reply, received.conflicting
-        self.size = len(received.data) + len(received.msg_id or "") + len(received.reply or "")
+        self.size = len(received.data) + _memory(received.msg_id) + _memory(received.reply)
+
+    @property
+    def content(self) -> Envelope | Invalid:
+        """What the body says, which is then kept in its place."""
+        if isinstance(self._body, bytes):
+            self._body = decode(self._body, self._max_bytes)
+        return self._body
 
     @property
     def job_id(self) -> str | None:
         """The job the message names, as far as it can be read."""
         return str(self.content.job_id) if self.content.job_id else None
+
+
+def _memory(text: str | None) -> int:
+    """The bytes of a text in memory: one other character makes each character four."""
+    return 0 if text is None else len(text) if text.isascii() else 4 * len(text)
 
 
 Answer = Callable[[Sequence[Message]], Awaitable[None]]
@@ -66,6 +78,8 @@ class Inbox:
         self._pending.append(pending)
         self._entered += 1
         self._bytes += pending.size
+        if self._bytes <= BATCH_BYTES:
+            pending.content  # noqa: B018 - read while the application waits for the database, but no more than a batch ahead
         self._notify()
         return True
 
