@@ -4,6 +4,10 @@ Exit codes: 0 done; 1 refused or not found; 2 usage; 69 a server out of reach, o
 supervisor gave up; 78 settings.
 """
 
+import errno
+import os
+import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +27,9 @@ COMMANDS = {
     "demo": "armcore_trio.demo.demo",
 }
 """Each command's module, which holds it under the name `command`."""
+
+
+_SINK_BROKEN = frozenset({errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, errno.EAGAIN, errno.EBADF})
 
 
 class _NotText(click.ClickException):
@@ -45,6 +52,23 @@ class _Lazy(click.Group):
             if argument != argument.encode("utf-8", "replace").decode():
                 raise _NotText(f"argument {position} is not UTF-8 text")
         return super().make_context(info_name, args, *rest, **extra)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """What a command printed has to arrive: a full disk ends it with one line, a reader that left without one (N02)."""
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in _SINK_BROKEN:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with suppress(OSError):
+                if error.errno != errno.EPIPE:
+                    click.echo(f"Error: what it did could not be written to standard output: {error.strerror}", err=True)
+            sys.exit(1)
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -28,6 +28,8 @@ from armcore_trio.supervision.status import Status, TaskStatus
 from armcore_trio.supervision.supervisor import ChildSpec, Mode, RestartPolicy, Stop, Supervisor
 
 _GAVE_UP = 70
+_FLUSH_SECONDS, _LEAST_FLUSH_SECONDS = 2.0, 0.1
+"""For the last records, of what is left of the grace."""
 GC_THRESHOLD = 10_000
 """Messages are thousands of objects and no cycles: looking for those every 700 objects costs a tenth of the time under load."""
 
@@ -50,6 +52,7 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
             supervisor = Supervisor(nursery)
             _start_children(supervisor, settings, status, inbox, migrate=migrate)
             signal_name = await _wait_for_end(signals, supervisor)
+            end = trio.current_time() + settings.shutdown_grace_seconds
             nursery.start_soon(_hurry, signals, signal_name, hurried, nursery.cancel_scope)
             await Shutdown(supervisor, status, inbox, settings.shutdown_grace_seconds).run(signal_name)
             nursery.cancel_scope.cancel()
@@ -57,6 +60,7 @@ async def run(settings: Settings, *, migrate: bool = False) -> int:
         exit_code = 128 + hurried[0] if hurried else _exit_code(supervisor.failure)
         abandon_rest(inbox, status)  # a second signal may have cut the stop short
         log_complete(status, seconds=trio.current_time() - started, exit_code=exit_code)
+        logs.flush(min(_FLUSH_SECONDS, max(_LEAST_FLUSH_SECONDS, end - trio.current_time())))
     return exit_code
 
 

@@ -101,7 +101,7 @@ NASTY = [
     '"\\',
     "",
     " ",
-    "x" * 100_000,
+    "x" * 1_500,
 ]
 
 
@@ -299,7 +299,7 @@ def test_an_uncaught_exception_in_a_thread_is_one_record() -> None:
         thread.join()
         print('{"done": true}')
     """)
-    record, done = records_of(ended)
+    record, done = sorted(records_of(ended), key=lambda one: "done" in one)
     assert (ended.returncode, done) == (0, {"done": True})
     assert record["error"] == "ZeroDivisionError: division by zero"
 
@@ -364,3 +364,51 @@ def test_text_that_cannot_be_encoded_does_not_end_the_program() -> None:
     ended = run("logs.get().info('x', text='\\ud800'); logs.get().info('y')", log_format="console")
     assert ended.returncode == 0
     assert len(ended.stdout.splitlines()) == 2
+
+
+# --- the length of lines (N12) ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("N12")
+@pytest.mark.parametrize("log_format", LogFormat)
+def test_a_long_list_is_split_and_the_counts_add_up(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(log_format=log_format)
+    ids = [str(UUID(int=number)) for number in range(1000)]
+    logs.get().info("outbox.published", count=len(ids), job_ids=ids, note="n" * 2000)
+    text = capsys.readouterr().out
+    assert max(len(line) + 1 for line in text.splitlines()) <= 8192
+    assert [text.count(one) for one in ids] == [1] * 1000
+    if log_format is LogFormat.JSON:
+        records = [json.loads(line) for line in text.splitlines()]
+        assert {record["event"] for record in records} == {"outbox.published"}
+        assert sum(record["count"] for record in records) == 1000
+        assert [one for record in records for one in record["job_ids"]] == ids
+
+
+@pytest.mark.req("N12")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"error": "ж" * 100_000},
+        {"error": "x" * 100_000, "traceback": ["y" * 300] * 300},
+        {"problems": {str(number): "z" * 100 for number in range(500)}},
+        {"job_ids": ["q" * 100_000], "count": 1},
+        {"count": 3, "books": [[["w" * 9000]]]},
+        {str(number): "v" * 90 for number in range(200)},
+        {"number": 10**4000, "other": 10**4200},
+    ],
+)
+def test_no_line_is_longer_than_runtimes_leave_whole(fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    configure()
+    logs.get().info("x" * 9000 if "books" in fields else "an.event", **fields)
+    (record,) = lines(capsys)
+    assert len(json.dumps(record)) < 8192
+    assert "(cut)" in json.dumps(record, ensure_ascii=False)
+
+
+@pytest.mark.req("N12", "R7")
+def test_a_secret_at_the_place_of_a_cut_stays_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("canary-secret")
+    for shift in range(0, 200, 3):
+        logs.get().info("x", error="a" * (8000 + shift) + "canary-secret" * 300)
+    assert "canary" not in capsys.readouterr().out

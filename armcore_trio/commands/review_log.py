@@ -2,10 +2,11 @@
 
 Each run in the log is told on its own: start, outages, totals, the books, how the stop went. What does not add up is said
 last: a run without an end, books that do not balance, records that contradict the totals, work abandoned, a step cut
-short, an exit other than 0.
+short, an exit other than 0. A unit's journal holds other programs' lines too: those are counted, and no problem (N13).
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -79,7 +80,7 @@ class Review:
 def review(lines: Iterable[str]) -> Review:
     """Read a log, line by line. Never raises: what cannot be read is a problem to report."""
     result = Review()
-    runs = list(_runs(lines, result.problems))
+    runs = list(_runs(lines, result))
     if not runs:
         result.problems.append("there is no daemon.started in this log")
     for number, run in enumerate(runs, 1):
@@ -91,14 +92,16 @@ def review(lines: Iterable[str]) -> Review:
     return result
 
 
-def _runs(lines: Iterable[str], problems: list[str]) -> Iterator[Run]:
+def _runs(lines: Iterable[str], result: Review) -> Iterator[Run]:
     run: Run | None = None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        record = _record(line)
+    foreign = 0
+    for number, line in _whole(lines):
+        start = line.find(_BEGIN)
+        record = _record(line if start < 0 else line[start:])
         if record is None:
-            problems.append(f"line {number} is no log record")
+            if start >= 0:
+                result.problems.append(f"line {number} is a record that was cut")
+            foreign += start < 0
         elif record["event"] == "daemon.started":
             if run:
                 yield run
@@ -107,11 +110,55 @@ def _runs(lines: Iterable[str], problems: list[str]) -> Iterator[Run]:
             run.records.append(record)
     if run:
         yield run
+    if foreign:
+        result.story.append(f"{foreign} lines are not the daemon's")
 
 
-def _record(line: str) -> Record | None:
+_BEGIN = '{"timestamp": "'
+"""How each of our records begins, whatever a runtime puts before it."""
+_CRI = re.compile(r"\S+ std(?:out|err) ([PF]) (.*)", re.DOTALL)
+
+
+def _whole(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Each line that is not blank with its number, as the daemon wrote it: unpacked, and joined where a runtime had cut it."""
+    parts = ""
+    for number, line in enumerate(lines, 1):
+        text, ends = _unpacked(line)
+        parts += text
+        if ends:
+            if parts.strip():
+                yield number, parts
+            parts = ""
+    if parts.strip():
+        yield number, parts
+
+
+def _unpacked(line: str) -> tuple[str, bool]:
+    """What the daemon wrote of a line, and whether its line ends there.
+
+    Known are the formats of `journalctl -o json`, Docker's json-file, and CRI, which Podman calls k8s-file.
+    """
+    if found := _CRI.match(line):
+        text = found[2].rstrip("\n")
+        return text, found[1] == "F"
+    if line.startswith("{") and not line.startswith(_BEGIN):
+        try:
+            packed = json.loads(line)
+        except (ValueError, RecursionError):
+            return line, True
+        message, written = packed.get("MESSAGE"), packed.get("log")
+        if isinstance(message, list) and all(isinstance(one, int) and 0 <= one < 256 for one in message):
+            message = bytes(message).decode("utf-8", "backslashreplace")  # what journald found unprintable
+        if isinstance(message, str):
+            return message, packed.get("CONTAINER_PARTIAL_MESSAGE") != "true"
+        if isinstance(written, str):
+            return written.removesuffix("\n"), written.endswith("\n")
+    return line, True
+
+
+def _record(text: str) -> Record | None:
     try:
-        record = json.loads(line)
+        record = json.loads(text)
         datetime.fromisoformat(record["timestamp"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

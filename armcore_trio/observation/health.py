@@ -63,7 +63,8 @@ class _Collector(Collector):
         books = GaugeMetricFamily("armcore_books_difference", "What came in less what became of it; 0", labels=["task"])
         for name, entries in self._status.books().items():
             books.add_metric([name], entries["difference"])
-        yield from (events, running, books)
+        lost = CounterMetricFamily("armcore_log_lines_lost", "Lines that the log's sink did not take", logs.lines_lost())
+        yield from (events, running, books, lost)
 
 
 @frozen

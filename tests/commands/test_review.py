@@ -1,7 +1,7 @@
 """`armcore-trio review-log`: a run's story for a person, and whether everything in it adds up (R9)."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,9 @@ def test_the_story_of_an_orderly_run() -> None:
 @pytest.mark.req("R9")
 @pytest.mark.parametrize(("lines", "problem"), [
     ([], "there is no daemon.started in this log"),
-    (["not a record\n", *run_of()], "line 1 is no log record"),
-    (['{"event": "x"}\n', *run_of()], "line 1 is no log record"),
-    (["[" * 100_000, *run_of()], "line 1 is no log record"),
+    (['{"timestamp": "2026-11-30T12:00:00Z", "eve\n', *run_of()], "line 1 is a record that was cut"),
+    (['{"timestamp": "yesterday", "event": "x"}\n', *run_of()], "line 1 is a record that was cut"),
+    (['{"timestamp": "' + "[" * 100_000, *run_of()], "line 1 is a record that was cut"),
     (run_of()[:-1], "run 1: the log ends without shutdown.complete: the process was killed, or still runs"),
     (run_of(end=complete() | {"exit_code": 70}), "run 1: exit code 70"),
     (
@@ -109,6 +109,68 @@ def test_the_command_reads_a_file_or_standard_input(tmp_path: Path) -> None:
     from_file = runner.invoke(main, ["review-log", str(tmp_path / "log"), "--json"])
     assert from_file.exit_code == 1
     assert json.loads(from_file.output)["problems"] == ["run 1: exit code 69"]
+
+
+# --- journals (N13) ---------------------------------------------------------------------------------------------------
+
+
+def _journal(line: str) -> list[str]:
+    return [f"Nov 30 12:00:00 host armcore-trio[17]: {line}"]
+
+
+def _cri(line: str) -> list[str]:
+    text, stamp = line.rstrip("\n"), "2026-11-30T12:00:00.123456789+01:00 stdout"
+    return [f"{stamp} P {text[:20]}\n", f"{stamp} P {text[20:40]}\n", f"{stamp} F {text[40:]}\n"]
+
+
+def _docker(line: str) -> list[str]:
+    return [
+        json.dumps({"log": part, "stream": "stdout", "time": "2026-11-30T12:00:00Z"}) + "\n" for part in (line[:30], line[30:])
+    ]
+
+
+def _json(line: str) -> list[str]:
+    text, rest = line.rstrip("\n"), {"_SYSTEMD_UNIT": "core.service", "__REALTIME_TIMESTAMP": "1"}
+    return [
+        json.dumps({"MESSAGE": text[:9], "CONTAINER_PARTIAL_MESSAGE": "true", **rest}) + "\n",
+        json.dumps({"MESSAGE": list(text[9:].encode()), **rest}) + "\n",
+    ]
+
+
+FOREIGN = [
+    "-- Boot 5c1f --\n",
+    "systemd[1]: Started core.service.\n",
+    '{"MESSAGE": "Stopping"}\n',
+    "[" * 100_000 + "\n",
+    "{[\n",
+    "7\n",
+]
+FORMATS = [lambda line: [line], _journal, lambda line: [f"2026-11-30T12:00:00.1Z {line}"], _cri, _docker, _json]
+
+
+@pytest.mark.req("N13")
+@pytest.mark.parametrize("wrap", FORMATS)
+def test_a_journal_is_read_as_it_comes(wrap: Callable[[str], list[str]]) -> None:
+    records = run_of(record("inbox.applied", 4, count=2), end=complete(received=2, applied=2))
+    first, *others = [part for line in records for part in wrap(line)]
+    *whole, last = others
+    found = review([*FOREIGN, first, *whole, last, *FOREIGN])
+    assert found.problems == []
+    assert f"{2 * len(FOREIGN)} lines are not the daemon's" in found.story
+    plain = review(records)
+    assert [line for line in found.story if line in plain.story] == plain.story
+
+
+@pytest.mark.req("N13")
+@pytest.mark.parametrize("between", ["", "systemd[1]: something\n"])
+def test_a_record_that_a_runtime_cut_is_told_once(between: str) -> None:
+    first, *others = run_of(record("inbox.late", 5, error="x" * 100), end=complete(received=1, late=1))
+    cut = others.pop(0)
+    found = review([first, cut[:90] + "\n", between, cut[90:], *others])
+    assert found.problems == [
+        "line 2 is a record that was cut",
+        "run 1: the records tell of 0 late by subscriber, the totals of 1",
+    ]
 
 
 values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))

@@ -265,6 +265,7 @@ async def test_metrics() -> None:
             'armcore_task_running{task="watchdog"} 0.0',
             'armcore_books_difference{task="publisher"} 1.0',
             'armcore_books_difference{task="subscriber"} 2.0',
+            "armcore_log_lines_lost_total 0.0",
         ]
 
 
