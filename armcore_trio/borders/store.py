@@ -17,7 +17,7 @@ from attrs import frozen
 from armcore_trio.borders.database import PING_SECONDS, Connection, bounded, connect
 from armcore_trio.borders.fitness import check_schema, prove
 from armcore_trio.errors import SchemaOutdated, WriteRefused
-from armcore_trio.protocol.lifecycle import FINAL, Change, Job, Status
+from armcore_trio.protocol.lifecycle import FINAL, Change, Job
 from armcore_trio.protocol.messages import Source
 from armcore_trio.resources import SQL
 
@@ -48,7 +48,7 @@ _LOCK_FOR_RETRY = _load("lock_for_retry")
 _LATEST_ATTEMPT = _load("latest_attempt")
 
 
-_TEXTS = ("job.pipeline", "file.file_name", "file.content_type", "source.bucket", "source.key")
+_TEXTS = ("job.pipeline::text", "file.file_name::text", "file.content_type::text", "source.bucket::text", "source.key::text")
 """The columns of the claims that hold whatever the core wrote."""
 
 _LIMITS = {"limit": 0, "skip": [], "reply_timeout": 0}
@@ -157,7 +157,7 @@ async def _sources(connection: Connection, query: LiteralString, params: Mapping
     codec = connection.codec
     if codec is None:
         return [Source(*row) for row in await (await connection.execute(query, params)).fetchall()]
-    as_bytes = ", ".join(f"convert_to({column}::text, getdatabaseencoding())" for column in _TEXTS)
+    as_bytes = ", ".join(f"convert_to({column}, getdatabaseencoding())" for column in _TEXTS)
     cursor = await connection.execute(query.replace(", ".join(_TEXTS), as_bytes).encode(), params)
     return [_decoded(row, codec) for row in await cursor.fetchall()]
 
@@ -169,7 +169,10 @@ def _decoded(row: tuple[Any, ...], codec: str) -> Source:
         try:
             texts[number] = text if text is None else text.decode(codec)
         except UnicodeDecodeError:
-            texts[number], unreadable = text.decode(codec, "backslashreplace"), _TEXTS[number].partition(".")[2]
+            texts[number], unreadable = (
+                text.decode(codec, "backslashreplace"),
+                _TEXTS[number].split(".")[1].removesuffix("::text"),
+            )
     return Source(*[*first, *texts, *last, unreadable])
 
 
@@ -188,7 +191,7 @@ async def set_deadlines(connection: Connection, *, limit: int, reply_timeout_sec
 async def claim_expired(connection: Connection, *, limit: int, skip: Collection[UUID]) -> list[Job]:
     """Jobs whose reply is overdue by the database's clock, locked (R5)."""
     cursor = await connection.execute(_CLAIM_EXPIRED, {"limit": limit, "skip": list(skip)})
-    return [Job(job_id, file_id, Status(status)) for job_id, file_id, status in await cursor.fetchall()]
+    return [Job(*row) for row in await cursor.fetchall()]
 
 
 async def mark_published(
@@ -220,7 +223,7 @@ async def lock_jobs(connection: Connection, ids: Iterable[UUID]) -> dict[UUID, J
     """The jobs of these ids that exist, locked; waits for whoever holds them, such as a publisher about to commit (D1.2)."""
     cursor = await connection.execute(_LOCK_JOBS, {"ids": _array(ids)})
     rows = await cursor.fetchall()
-    return {row[0]: Job(row[0], row[1], Status(row[2]), row[3]) for row in rows}
+    return {row[0]: Job(*row) for row in rows}
 
 
 async def apply_changes(connection: Connection, changes: Sequence[Change]) -> None:
@@ -270,7 +273,7 @@ def _expect(expected: int, written: int) -> None:
 class RetryCandidate:
     """A locked job as a retry sees it: whether its file's row is there, and whether it is that file's current job."""
 
-    status: Status
+    status: str
     attempt: int
     has_file: bool
     current: bool
@@ -284,7 +287,7 @@ async def lock_for_retry(connection: Connection, job_id: UUID) -> RetryCandidate
         return None
     status, attempt, has_file, current = rows[0]
     latest = await (await connection.execute(_LATEST_ATTEMPT, {"id": job_id})).fetchall()
-    return RetryCandidate(Status(status), attempt, has_file, current, latest[0][0])
+    return RetryCandidate(status, attempt, has_file, current, latest[0][0])
 
 
 async def retry(connection: Connection, job_id: UUID) -> tuple[UUID, int]:

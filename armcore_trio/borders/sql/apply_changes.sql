@@ -25,8 +25,8 @@ WITH change AS MATERIALIZED (
         service_name = coalesce(change.service_name, job.service_name),
         service_version = coalesce(change.service_version, job.service_version),
         metrics = CASE
-            WHEN change.metrics IS NULL THEN job.metrics
-            ELSE CASE jsonb_typeof(job.metrics) WHEN 'object' THEN job.metrics ELSE '{}' END || change.metrics
+            WHEN change.metrics IS NULL THEN job.metrics::jsonb
+            ELSE CASE jsonb_typeof(job.metrics::jsonb) WHEN 'object' THEN job.metrics::jsonb ELSE '{}' END || change.metrics
         END,
         error_code = change.error_code,
         error_message = change.error_message,
