@@ -5,6 +5,7 @@ afresh) or `WriteRefused` (the server refused the data). Which of the two is tol
 mix outages with bad data. A cancelled query leaves its connection usable or closed, never stuck.
 """
 
+import logging
 import select
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, closing, suppress
@@ -21,6 +22,8 @@ from armcore_trio.dsn import hosts
 from armcore_trio.errors import Dependency, DependencyDown, RowsLocked, WriteRefused
 
 RV = TypeVar("RV")
+
+logging.getLogger("psycopg").setLevel(logging.ERROR)  # its warnings tell of errors beside the one that it raises
 
 CONNECT_SECONDS = 5.0
 QUERY_SECONDS = 10.0

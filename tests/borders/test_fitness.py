@@ -140,13 +140,14 @@ def test_check_and_run_tell_it_in_one_line(
     db.execute(f"REVOKE UPDATE ON recognition_job FROM {role}")
     unfit = environment | {DSN: role_dsn}
     checked = run("check", "--connect", **unfit)
-    assert checked.returncode == 69
+    assert (checked.returncode, checked.stderr) == (69, "")
     (line,) = [line for line in checked.stdout.splitlines() if line.startswith("database:")]
     assert "permission denied for table recognition_job" in line
     assert "GRANT" in line
     daemon = start_daemon(unfit)
     daemon.claim("supervisor.gave_up")
     assert daemon.wait_exit() == 69
+    assert not daemon.named("library.psycopg")
 
 
 # --- encodings (N06) --------------------------------------------------------------------------------------------------
