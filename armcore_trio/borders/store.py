@@ -15,7 +15,7 @@ from attrs import frozen
 
 from armcore_trio.borders.database import PING_SECONDS, Connection, bounded, connect
 from armcore_trio.errors import Dependency, DependencyDown, SchemaOutdated, WriteRefused
-from armcore_trio.protocol.lifecycle import FINAL, Change, Job, Status
+from armcore_trio.protocol.lifecycle import FINAL, Change, Job
 from armcore_trio.protocol.messages import Source
 from armcore_trio.resources import SQL
 
@@ -166,7 +166,7 @@ async def set_deadlines(connection: Connection, *, limit: int, reply_timeout_sec
 async def claim_expired(connection: Connection, *, limit: int, skip: Collection[UUID]) -> list[Job]:
     """Jobs whose reply is overdue by the database's clock, locked (R5)."""
     cursor = await connection.execute(_CLAIM_EXPIRED, {"limit": limit, "skip": list(skip)})
-    return [Job(job_id, file_id, Status(status)) for job_id, file_id, status in await cursor.fetchall()]
+    return [Job(*row) for row in await cursor.fetchall()]
 
 
 async def mark_published(
@@ -198,7 +198,7 @@ async def lock_jobs(connection: Connection, ids: Iterable[UUID]) -> dict[UUID, J
     """The jobs of these ids that exist, locked; waits for whoever holds them, such as a publisher about to commit (D1.2)."""
     cursor = await connection.execute(_LOCK_JOBS, {"ids": _array(ids)})
     rows = await cursor.fetchall()
-    return {row[0]: Job(row[0], row[1], Status(row[2]), row[3]) for row in rows}
+    return {row[0]: Job(*row) for row in rows}
 
 
 async def apply_changes(connection: Connection, changes: Sequence[Change]) -> None:
@@ -248,7 +248,7 @@ def _expect(expected: int, written: int) -> None:
 class RetryCandidate:
     """A locked job as a retry sees it: whether its file's row is there, and whether it is that file's current job."""
 
-    status: Status
+    status: str | None
     attempt: int
     has_file: bool
     current: bool
@@ -262,7 +262,7 @@ async def lock_for_retry(connection: Connection, job_id: UUID) -> RetryCandidate
         return None
     status, attempt, has_file, current = rows[0]
     latest = await (await connection.execute(_LATEST_ATTEMPT, {"id": job_id})).fetchall()
-    return RetryCandidate(Status(status), attempt, has_file, current, latest[0][0])
+    return RetryCandidate(status, attempt, has_file, current, latest[0][0])
 
 
 async def retry(connection: Connection, job_id: UUID) -> tuple[UUID, int]:

@@ -8,7 +8,8 @@ WITH job AS MATERIALIZED (
     LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED
 )
-SELECT job.id, file.id, job.attempt, job.pipeline, file.file_name, file.content_type, source.bucket, source.key,
+SELECT job.id, file.id, job.attempt::bigint, job.pipeline::text, file.file_name::text, file.content_type::text,
+       source.bucket::text, source.key::text,
        to_char(
            coalesce(job.reply_deadline, now() + %(reply_timeout)s * interval '1 second') AT TIME ZONE 'UTC',
            'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'

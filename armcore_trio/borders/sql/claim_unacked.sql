@@ -5,8 +5,8 @@ WITH job AS MATERIALIZED (
     SELECT id, file_id, attempt, pipeline, reply_deadline, published_at AS sent_at, repeats.count
     FROM recognition_job
     CROSS JOIN LATERAL (
-        SELECT CASE jsonb_typeof(metrics -> 'republish_count')
-            WHEN 'number' THEN greatest(0, least((metrics ->> 'republish_count')::numeric, 1000000))::integer
+        SELECT CASE jsonb_typeof(metrics::jsonb -> 'republish_count')
+            WHEN 'number' THEN greatest(0, least((metrics::jsonb ->> 'republish_count')::numeric, 1000000))::integer
             ELSE 0
         END
     ) AS repeats (count)
@@ -19,7 +19,8 @@ WITH job AS MATERIALIZED (
     LIMIT %(limit)s
     FOR UPDATE OF recognition_job SKIP LOCKED
 )
-SELECT job.id, file.id, job.attempt, job.pipeline, file.file_name, file.content_type, source.bucket, source.key,
+SELECT job.id, file.id, job.attempt::bigint, job.pipeline::text, file.file_name::text, file.content_type::text,
+       source.bucket::text, source.key::text,
        to_char(
            coalesce(job.reply_deadline, now() + %(reply_timeout)s * interval '1 second') AT TIME ZONE 'UTC',
            'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'

@@ -7,7 +7,7 @@ WITH sent AS MATERIALIZED (
 UPDATE recognition_job AS job
 SET published_at = now(),
     reply_deadline = coalesce(job.reply_deadline, now() + %(reply_timeout)s * interval '1 second'),
-    metrics = CASE jsonb_typeof(job.metrics) WHEN 'object' THEN job.metrics ELSE '{}' END
+    metrics = CASE jsonb_typeof(job.metrics::jsonb) WHEN 'object' THEN job.metrics::jsonb ELSE '{}' END
               || jsonb_build_object('republish_count', sent.republish_count)
 FROM sent
-WHERE job.id = ANY (%(ids)s::uuid[]) AND job.id = sent.id AND job.status = sent.expected
+WHERE job.id = ANY (%(ids)s::uuid[]) AND job.id = sent.id AND job.status::text = sent.expected
