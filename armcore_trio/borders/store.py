@@ -273,7 +273,7 @@ def _expect(expected: int, written: int) -> None:
 class RetryCandidate:
     """A locked job as a retry sees it: whether its file's row is there, and whether it is that file's current job."""
 
-    status: str
+    status: str | None
     attempt: int
     has_file: bool
     current: bool

@@ -83,7 +83,9 @@ async def _retry(connection: Connection, job_id: UUID) -> Retried:
             if candidate.latest_attempt > candidate.attempt:
                 return Retried(job_id, refusal=f"attempt {candidate.latest_attempt} of its file exists")
             if candidate.status not in RETRYABLE:
-                return Retried(job_id, refusal=f"it is {candidate.status}; only error, timeout and dlq can be retried")
+                return Retried(
+                    job_id, refusal=f"it is {candidate.status or 'without a status'}; only error, timeout and dlq can be retried"
+                )
             if not candidate.current:
                 return Retried(job_id, refusal="it is not its file's current job")
             new_job_id, attempt = await store.retry(connection, job_id)

@@ -15,7 +15,7 @@ from armcore_trio.protocol.messages import Envelope, ObjectKey, Reason, ServiceS
 
 
 class Status(StrEnum):
-    """`recognition_job.status`."""
+    """`recognition_job.status`, as far as the exchange knows it. The core may have more: a job in such a one stays as it is."""
 
     QUEUED = "queued"
     PUBLISHED = "published"
@@ -74,7 +74,7 @@ _UNBUILDABLE = Transition(Status.ERROR, FileStatus.ERROR, error_code="INVALID_RE
 _FAILED = Transition(Status.ERROR, FileStatus.ERROR, FailureKind.SERVICE_ERROR)
 _EXPIRED = Transition(Status.TIMEOUT, FileStatus.ERROR, FailureKind.TIMEOUT, "TIMEOUT")
 
-TRANSITIONS: Mapping[tuple[str, Event], Transition] = {
+TRANSITIONS: Mapping[tuple[str | None, Event], Transition] = {
     (Status.QUEUED, Event.PUBLISHED): Transition(Status.PUBLISHED),
     (Status.QUEUED, Event.UNBUILDABLE): _UNBUILDABLE,
     (Status.QUEUED, Event.DONE): Transition(Status.DONE, FileStatus.PROCESSING),
@@ -101,8 +101,8 @@ class Job:
 
     id: UUID
     file_id: UUID | None
-    status: str
-    """A `Status`, or a word of the core's that this version does not know: such a job is not ours to move (N01)."""
+    status: str | None
+    """A `Status`, or whatever else the core has put there (N01)."""
     result_msg_id: str | None = None
 
 
@@ -115,7 +115,7 @@ class Change:
     """
 
     job: Job
-    expected: str
+    expected: str | None
     status: Status
     file: FileStatus | None = None
     fact: FailureKind | None = None

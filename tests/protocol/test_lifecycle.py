@@ -149,7 +149,7 @@ def test_the_documentation_holds_the_same_table() -> None:
 def test_the_diagram_shows_the_same_arrows() -> None:
     diagram = ARCHITECTURE.partition("stateDiagram-v2\n")[2].partition("```")[0]
     arrows = {(here, there, text.split(" ")[0]) for here, there, text in re.findall(r"(\w+) --> (\w+): (.+)", diagram)}
-    assert arrows == {(here, to.status, event.split(" ")[0]) for (here, event), to in TRANSITIONS.items()}
+    assert arrows == {(here, to.status.value, event.value.split(" ")[0]) for (here, event), to in TRANSITIONS.items()}
     assert re.findall(r"(\w+) --> \[\*\]", diagram) == [status.value for status in Status if status in FINAL]
 
 

@@ -6,7 +6,7 @@ WITH job AS MATERIALIZED (
     FROM recognition_job
     CROSS JOIN LATERAL (
         SELECT CASE jsonb_typeof(metrics::jsonb -> 'republish_count')
-            WHEN 'number' THEN greatest(0, least((metrics ->> 'republish_count')::numeric, 1000000))::integer
+            WHEN 'number' THEN greatest(0, least((metrics::jsonb ->> 'republish_count')::numeric, 1000000))::integer
             ELSE 0
         END
     ) AS repeats (count)

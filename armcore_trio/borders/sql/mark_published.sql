@@ -7,8 +7,8 @@ WITH sent AS MATERIALIZED (
 UPDATE recognition_job AS job
 SET status = 'published',
     published_at = now(),
-    request_msg_id = job.id || ':' || job.attempt,
+    request_msg_id = job.id || ':' || job.attempt::bigint,
     request_subject = %(subjects)s::jsonb ->> job.pipeline::text,
     reply_deadline = coalesce(job.reply_deadline, now() + %(reply_timeout)s * interval '1 second')
 FROM sent
-WHERE job.id = ANY (%(ids)s::uuid[]) AND job.id = sent.id AND job.status = sent.expected
+WHERE job.id = ANY (%(ids)s::uuid[]) AND job.id = sent.id AND job.status::text = sent.expected

@@ -10,4 +10,4 @@ SET published_at = now(),
     metrics = CASE jsonb_typeof(job.metrics::jsonb) WHEN 'object' THEN job.metrics::jsonb ELSE '{}' END
               || jsonb_build_object('republish_count', sent.republish_count)
 FROM sent
-WHERE job.id = ANY (%(ids)s::uuid[]) AND job.id = sent.id AND job.status = sent.expected
+WHERE job.id = ANY (%(ids)s::uuid[]) AND job.id = sent.id AND job.status::text = sent.expected

@@ -6,4 +6,4 @@ WITH source AS (
     INSERT INTO stored_file (id, file_name, content_type, s3_object_id, current_recognition_job_id)
     SELECT %(file_id)s, %(file_name)s, %(content_type)s, id, %(job_id)s FROM source
 )
-INSERT INTO recognition_job (id, file_id, pipeline) VALUES (%(job_id)s, %(file_id)s, %(pipeline)s)
+INSERT INTO recognition_job (id, file_id, pipeline, status) VALUES (%(job_id)s, %(file_id)s, %(pipeline)s, 'queued')
