@@ -71,7 +71,6 @@ def _peers() -> Mapping[str, Measure]:
 
 def _run(measures: dict[str, Measure], jobs: int, runs: int) -> tuple[list[figures.Row], list[str]]:
     """The rows, and what was done twice or not at all. Autovacuum is off: it would come to some turns and not to others."""
-    logs.configure(LogFormat.JSON, debug=False, secrets=[])
     rows, wrong = [], []
     with (
         Postgres(settings={"autovacuum": "off"}) as postgres,
@@ -99,6 +98,7 @@ def _run(measures: dict[str, Measure], jobs: int, runs: int) -> tuple[list[figur
 def _quiet() -> Iterator[None]:
     """The log is written, as in production, but to nowhere."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        logs.configure(LogFormat.JSON, debug=False, secrets=[])
         yield
 
 

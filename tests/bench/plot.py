@@ -77,7 +77,6 @@ def main() -> None:
 
 def measure(jobs: int, runs: int) -> list[Panel]:
     """The whole sweep, on servers of its own with fsync on and autovacuum off; a few minutes."""
-    logs.configure(LogFormat.JSON, debug=False, secrets=[])
     with (
         Postgres(settings={"autovacuum": "off"}) as postgres,
         Nats() as nats,
@@ -85,6 +84,7 @@ def measure(jobs: int, runs: int) -> list[Panel]:
         contextlib.redirect_stdout(nowhere),
         contextlib.ExitStack() as databases,
     ):
+        logs.configure(LogFormat.JSON, debug=False, secrets=[])
         migrated_template(postgres)
         common = databases.enter_context(fresh_database(postgres))
 
