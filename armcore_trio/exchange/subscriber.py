@@ -96,7 +96,8 @@ class Application:
 
     async def run(self, stop: Stop, *, task_status: trio.TaskStatus[None]) -> None:
         """Apply batches as messages arrive, watching the connection while there are none."""
-        async with self.store.open("subscriber") as connection:
+        async with self.store.open("subscriber") as connection, trio.open_nursery() as nursery:
+            nursery.start_soon(self.inbox.read_ahead)
             task_status.started()
             while not stop.requested:
                 if batch := self.inbox.front(self.size.now):
@@ -105,6 +106,7 @@ class Application:
                     self.status.beat()
                     with stop.interrupts():
                         await self._wait_filled(connection)
+            nursery.cancel_scope.cancel()
 
     async def _wait_filled(self, connection: Connection) -> None:
         async with trio.open_nursery() as nursery:

@@ -1,5 +1,7 @@
 """More than fits, and everything at once: floods of results, deadlines that pass while results arrive."""
 
+import json
+
 import pytest
 
 from armcore_trio.demo.embedded import Postgres
@@ -14,9 +16,9 @@ from tests.support.waiting import wait_until
 FLOOD = 20_000
 
 
-def _resident_megabytes(pid: int) -> float:
+def _resident_megabytes(pid: int, entry: str = "VmRSS") -> float:
     with open(f"/proc/{pid}/status") as status:  # noqa: PTH123 - as short as can be
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(entry))
 
 
 def _insert_published(db: Database, count: int) -> list[JobIds]:
@@ -91,3 +93,26 @@ def test_what_a_locked_table_leaves_no_room_for_is_named_and_the_rest_applied(
     assert daemon.stop() == 0
     totals = daemon.one("shutdown.complete")["totals"]["subscriber"]
     assert (totals["received"], totals["applied"], totals["abandoned"]) == (5_001, 2_001, 3_000)
+
+
+@pytest.mark.req("N22", "D4.7")
+def test_what_is_small_on_the_wire_and_large_in_memory_is_kept_as_it_came(
+    start_daemon: StartDaemon, db: Database, service: ServiceClient
+) -> None:
+    daemon = start_daemon().wait_ok()
+    jobs = _insert_published(db, 60)
+    metrics: dict[str, list[list[int]]] = {"x": [[]] * 84_800}
+    before = _resident_megabytes(daemon.pid)
+    with db.transaction() as holder:
+        holder.execute("LOCK TABLE recognition_job IN ACCESS EXCLUSIVE MODE")
+        for job in jobs:
+            body = json.dumps(envelopes.done(job, metrics=metrics), separators=(",", ":")).encode()
+            assert 254_000 < len(body) < 262_144
+            service.send(body, envelopes.result_id(job))
+        received = 'armcore_events_total{event="received",task="subscriber"} 60.0'
+        wait_until(lambda: received in daemon.get("/metrics")[1], what="all results in the inbox")
+        assert _resident_megabytes(daemon.pid) - before < 75, "15 MB, and one batch of it as objects"
+    wait_until(lambda: set(db.statuses(jobs)) == {"done"}, 30)
+    assert _resident_megabytes(daemon.pid, "VmHWM") - before < 100
+    assert db.value("SELECT jsonb_array_length(metrics -> 'x') FROM recognition_job WHERE id = %s", jobs[-1].id) == 84_800
+    assert daemon.stop() == 0

@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from armcore_trio.borders.bus import Received
 from armcore_trio.exchange import inbox as inbox_module
-from armcore_trio.exchange.inbox import Inbox, Pending
+from armcore_trio.exchange.inbox import BATCH_BYTES, Inbox, Pending
 from armcore_trio.protocol.messages import Envelope, Invalid, Reason
 
 JOB = "3f2b8a54-6c1d-4e0f-9b7a-2d5c8e1f0a63"
@@ -183,6 +183,42 @@ def test_a_message_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert message.content is message.content
     assert message.job_id is None
     assert calls == [(b"abc", 77)]
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The bodies that have been read so far, in order."""
+    bodies: list[bytes] = []
+
+    def decode(data: bytes, _: int) -> Invalid:
+        bodies.append(data)
+        return Invalid(Reason.EMPTY, "x")
+
+    monkeypatch.setattr(inbox_module, "decode", decode)
+    return bodies
+
+
+@pytest.mark.req("N22", "D4.7")
+async def test_messages_are_read_in_order_no_more_than_a_batch_ahead(reading: list[bytes]) -> None:
+    inbox = Inbox(1_000)
+    bodies = [bytes([number]) * (BATCH_BYTES // 50) for number in range(120)]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(inbox.read_ahead)
+        for body in bodies:
+            inbox.put(Pending(Received(body), 1))
+        assert reading == [], "not by whoever puts them there"
+        await wait_all_tasks_blocked()
+        assert reading == bodies[:51]
+        inbox.drop(30)
+        await wait_all_tasks_blocked()
+        assert reading == bodies[:81]
+        inbox.drop(90)
+        await wait_all_tasks_blocked()
+        assert reading == bodies[:81], "what was dropped unread stays so"
+        put(inbox, 1)
+        await wait_all_tasks_blocked()
+        assert len(reading) == 82
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.req("D4.7", "D4.8")

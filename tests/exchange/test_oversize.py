@@ -121,6 +121,11 @@ def test_what_has_been_dropped_counts_no_longer() -> None:
 def test_the_body_is_not_kept_once_it_is_read() -> None:
     pending = Pending(received(500, msg_id=7, reply=3), 1_000)
     assert (pending.msg_id, pending.reply) == ("m" * 7, "rrr")
-    assert not any(isinstance(getattr(pending, name), Received | bytes) for name in Pending.__slots__)
     assert pending.size == 510
     assert isinstance(pending.content, Invalid)
+    assert not any(isinstance(getattr(pending, name), Received | bytes) for name in Pending.__slots__)
+
+
+@pytest.mark.req("N22", "D4.7")
+def test_a_text_counts_as_what_it_takes_in_memory() -> None:
+    assert Pending(Received(b"", "m" * 99 + "\N{PILE OF POO}", "r"), 1_000).size == 401
