@@ -76,11 +76,14 @@ def _start_children(supervisor: Supervisor, settings: Settings, status: Status, 
     assert dsn is not None, "the settings demand it"
     store = Store(dsn, upgrade)
     intake_status = status.add("subscriber.intake", {Dependency.NATS})
+    apply_status = status.add("subscriber.apply", {Dependency.DATABASE})
     children: dict[str, Intake | Application | Publisher | Watchdog] = {
         "subscriber.intake": Intake(settings, inbox, intake_status),
-        "subscriber.apply": Application(settings, store, inbox, status.add("subscriber.apply", {Dependency.DATABASE})),
+        "subscriber.apply": Application(settings, store, inbox, apply_status),
         "publisher": Publisher(settings, store, status.add("publisher", Dependency), intake_status, inbox),
-        "watchdog": Watchdog(settings, store, status.add("watchdog", {Dependency.DATABASE}), inbox),
+        "watchdog": Watchdog(
+            settings, store, status.add("watchdog", {Dependency.DATABASE}), inbox, [intake_status, apply_status]
+        ),
     }
     for name, child in children.items():
         supervisor.start(ChildSpec(name, child.run, heartbeat_seconds=child.heartbeat_seconds), child.status)

@@ -71,10 +71,8 @@ async def prove(connection: Connection, statements: Sequence[Statement]) -> None
         async with bounded("the fitness check"), connection.transaction(force_rollback=True), connection.pipeline():
             for statement, params in statements:
                 await connection.execute(statement, params)
-    except psycopg.Error as error:
-        raise _unfit("the tables cannot be used", error) from None
-    except DependencyDown as down:
-        cause = down.__cause__
+    except (psycopg.Error, DependencyDown) as error:
+        cause = error.__cause__ if isinstance(error, DependencyDown) else error
         if not isinstance(cause, psycopg.Error) or not _never(cause.sqlstate):
             raise
         raise _unfit("the tables cannot be used", cause) from None

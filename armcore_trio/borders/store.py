@@ -35,6 +35,7 @@ _CLAIM_QUEUED = _load("claim_queued")
 _CLAIM_UNACKED = _load("claim_unacked")
 _ANY_UNACKED = _load("any_unacked")
 _SET_DEADLINES = _load("set_deadlines")
+_READ_CLOCK = _load("read_clock")
 _CLAIM_EXPIRED = _load("claim_expired")
 _MARK_PUBLISHED = _load("mark_published")
 _MARK_REPUBLISHED = _load("mark_republished")
@@ -54,9 +55,9 @@ _TEXTS = ("job.pipeline::text", "file.file_name::text", "file.content_type::text
 _LIMITS = {"limit": 0, "skip": [], "reply_timeout": 0}
 _ON_NO_ROWS = (
     (_CLAIM_QUEUED, _LIMITS),
-    (_CLAIM_UNACKED, _LIMITS | {"ack_timeout": 0, "below": 0}),
+    (_CLAIM_UNACKED, _LIMITS | {"instant": "epoch", "ack_timeout": 0, "below": 0}),
     (_SET_DEADLINES, _LIMITS),
-    (_CLAIM_EXPIRED, _LIMITS),
+    (_CLAIM_EXPIRED, _LIMITS | {"instant": "epoch", "spared": None}),
     (_MARK_PUBLISHED, {"ids": "{}", "subjects": "{}", "reply_timeout": 0}),
     (_MARK_REPUBLISHED, {"ids": "{}", "counts": "{}", "reply_timeout": 0}),
     (_LOCK_JOBS, {"ids": "{}"}),
@@ -132,17 +133,19 @@ async def claim_queued(
 async def claim_unacked(
     connection: Connection,
     *,
+    instant: str,
     limit: int,
     ack_timeout_seconds: float,
     reply_timeout_seconds: float,
     below_repeats: int,
     skip: Collection[UUID],
 ) -> list[Source]:
-    """Published jobs without an ack for that long, locked; those past their deadline are the watchdog's (R3, D3.2).
+    """Published jobs without an ack for that long at the instant, locked; those past their deadline are the watchdog's (D3.2).
 
     Only those repeated less often than `below_repeats`.
     """
     params = {
+        "instant": instant,
         "below": below_repeats,
         "limit": limit,
         "ack_timeout": ack_timeout_seconds,
@@ -188,9 +191,18 @@ async def set_deadlines(connection: Connection, *, limit: int, reply_timeout_sec
     return [row[0] for row in await cursor.fetchall()]
 
 
-async def claim_expired(connection: Connection, *, limit: int, skip: Collection[UUID]) -> list[Job]:
-    """Jobs whose reply is overdue by the database's clock, locked (R5)."""
-    cursor = await connection.execute(_CLAIM_EXPIRED, {"limit": limit, "skip": list(skip)})
+async def read_clock(connection: Connection) -> tuple[str, float]:
+    """The database's instant, as it takes it back in any session, and for how many seconds the server has been up."""
+    instant, server_seconds = (await (await connection.execute(_READ_CLOCK)).fetchall())[0]
+    return instant, server_seconds
+
+
+async def claim_expired(
+    connection: Connection, *, instant: str, spared_seconds: float | None, limit: int, skip: Collection[UUID]
+) -> list[Job]:
+    """Jobs whose reply was overdue at that instant, locked (R5); if given, only those created within so long before it."""
+    params = {"instant": instant, "spared": spared_seconds, "limit": limit, "skip": list(skip)}
+    cursor = await connection.execute(_CLAIM_EXPIRED, params)
     return [Job(*row) for row in await cursor.fetchall()]
 
 

@@ -17,6 +17,7 @@ from armcore_trio.borders import store
 from armcore_trio.borders.bus import ANSWER_SECONDS, Bus, Message, open_bus
 from armcore_trio.borders.database import QUERY_SECONDS, Connection, bounded
 from armcore_trio.borders.store import Store
+from armcore_trio.exchange.hearing import SETTLE_SECONDS, undisturbed_seconds
 from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.exchange.passes import BatchSize, Refusal, run_pass
 from armcore_trio.protocol.lifecycle import Change, Event, Job, Status, UnackedAction, advance, decide_unacked
@@ -134,14 +135,17 @@ class Publisher:
         self._report("outbox.published", "published", built)
 
     async def _repeat_batch(self, connection: Connection, bus: Bus, limit: int, skip: set[UUID], claimed: list[UUID]) -> None:
-        settings, asked = self.settings, trio.current_time()
+        settings = self.settings
+        async with bounded("a look at the clock"):
+            instant, _ = await store.read_clock(connection)
         if not await self.inbox.caught_up():
             return
         async with self._accounted() as taken, bounded("a republishing pass", _PASS_SECONDS), connection.transaction():
             sources = await store.claim_unacked(
                 connection,
+                instant=instant,
                 limit=limit,
-                ack_timeout_seconds=settings.ack_timeout_seconds + trio.current_time() - asked,
+                ack_timeout_seconds=settings.ack_timeout_seconds,
                 reply_timeout_seconds=settings.reply_timeout_seconds,
                 below_repeats=_ANY_NUMBER if self._could_have_heard() else settings.outbox_max_republish,
                 skip=skip,
@@ -179,9 +183,14 @@ class Publisher:
             self.status.totals["taken"] += len(taken)
 
     def _could_have_heard(self) -> bool:
-        """Whether the last wait for an ack was spent connected; an outage or a start in between begins it anew."""
-        heard = (self.status.running_seconds(), self.intake.running_seconds())
-        return all(seconds is not None and seconds >= self.settings.ack_timeout_seconds for seconds in heard)
+        """Whether the last wait for an ack was spent connected; an outage or a start in between begins it anew.
+
+        After an outage the other instances need time too, to apply the acks they held (N11).
+        """
+        tasks = (self.status, self.intake)
+        heard = [task.running_seconds() for task in tasks]
+        waited = all(seconds is not None and seconds >= self.settings.ack_timeout_seconds for seconds in heard)
+        return waited and undisturbed_seconds(tasks) >= SETTLE_SECONDS
 
     def _dead_letter(self, source: Source) -> Change:
         waited = f"no ack within {self.settings.ack_timeout_seconds:g} s of the request, nor of {source.republish_count} repeats"

@@ -211,12 +211,18 @@ def _queued(connection: Connection, limit: int, skip: list[UUID]) -> Awaitable[l
 
 def _unacked(connection: Connection, limit: int, skip: list[UUID]) -> Awaitable[list[Any]]:
     return store.claim_unacked(
-        connection, limit=limit, ack_timeout_seconds=30.0, reply_timeout_seconds=900.0, below_repeats=10**9, skip=skip
+        connection,
+        instant="now",
+        limit=limit,
+        ack_timeout_seconds=30.0,
+        reply_timeout_seconds=900.0,
+        below_repeats=10**9,
+        skip=skip,
     )
 
 
 def _expired(connection: Connection, limit: int, skip: list[UUID]) -> Awaitable[list[Any]]:
-    return store.claim_expired(connection, limit=limit, skip=skip)
+    return store.claim_expired(connection, instant="now", spared_seconds=None, limit=limit, skip=skip)
 
 
 CLAIMS: list[tuple[Claim, str, int]] = [

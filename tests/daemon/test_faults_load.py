@@ -1,7 +1,6 @@
 """More than fits, and everything at once: floods of results, deadlines that pass while results arrive."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -102,7 +101,7 @@ def test_what_is_small_on_the_wire_and_large_in_memory_is_kept_as_it_came(
 ) -> None:
     daemon = start_daemon().wait_ok()
     jobs = _insert_published(db, 60)
-    metrics: dict[str, Any] = {"x": [[]] * 84_800}
+    metrics: dict[str, list[list[int]]] = {"x": [[]] * 84_800}
     before = _resident_megabytes(daemon.pid)
     with db.transaction() as holder:
         holder.execute("LOCK TABLE recognition_job IN ACCESS EXCLUSIVE MODE")

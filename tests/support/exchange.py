@@ -12,6 +12,7 @@ from attrs import Factory, define, field
 from armcore_trio.borders.bus import Bus, open_bus
 from armcore_trio.borders.database import Connection
 from armcore_trio.borders.store import Store
+from armcore_trio.exchange.hearing import Hold
 from armcore_trio.exchange.inbox import Inbox
 from armcore_trio.exchange.publisher import Publisher
 from armcore_trio.exchange.subscriber import Application, Intake
@@ -38,6 +39,7 @@ class Parts:
     receiving: TaskStatus = Factory(TaskStatus)
     applying: TaskStatus = Factory(TaskStatus)
     watching: TaskStatus = Factory(TaskStatus)
+    hold: Hold = Factory(Hold)
     stop: Stop = Factory(Stop)
 
     @store.default
@@ -63,7 +65,7 @@ class Parts:
 
     @property
     def watchdog(self) -> Watchdog:
-        return Watchdog(self.settings, self.store, self.watching, self.inbox)
+        return Watchdog(self.settings, self.store, self.watching, self.inbox, [self.receiving, self.applying], self.hold)
 
 
 @define
@@ -127,10 +129,10 @@ async def open_exchange(settings: Settings, *, receiving: bool = True) -> AsyncI
 
 def record_passes(patch: pytest.MonkeyPatch, kind: type[Publisher] | type[Watchdog]) -> list[float]:
     """The instants, by Trio's clock, of the passes that have ended so far; grows as a `run` goes on."""
-    original: Callable[..., Awaitable[int | None]] = kind.run_once
+    original: Callable[..., Awaitable[float]] = kind.run_once
     instants: list[float] = []
 
-    async def run_once(self: Publisher | Watchdog, *args: Any) -> int | None:
+    async def run_once(self: Publisher | Watchdog, *args: Any) -> float:
         started = trio.current_time()
         found = await original(self, *args)
         instants.append(started)

@@ -11,7 +11,7 @@ WITH job AS MATERIALIZED (
         END
     ) AS repeats (count)
     WHERE status = 'published'
-      AND published_at <= now() - %(ack_timeout)s * interval '1 second'
+      AND published_at <= %(instant)s::timestamptz - %(ack_timeout)s * interval '1 second'
       AND (reply_deadline IS NULL OR reply_deadline >= now())
       AND repeats.count < %(below)s
       AND id <> ALL (%(skip)s)
