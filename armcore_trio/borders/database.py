@@ -171,11 +171,7 @@ async def connect(dsn: str, application: str) -> AsyncIterator[Connection]:
     """
     async with bounded("connect", float("inf")):
         connection = await _connect_any(dsn, application)
-    connection.prepare_threshold = None  # a pooler may not keep prepared statements, and ours are run once a batch
     try:
-        async with bounded("the session's settings", CONNECT_SECONDS):
-            await connection.set_autocommit(True)
-            await connection.execute(_session().encode())
         yield connection
     finally:
         await connection.close()
@@ -192,13 +188,26 @@ async def _connect_any(dsn: str, application: str) -> Connection:
         for address in addresses:
             try:
                 with trio.fail_after(CONNECT_SECONDS):
-                    with closing(Connection._connect_gen(conninfo.make_conninfo("", **address))) as connecting:
-                        return await _run(connecting)
+                    return await _open(conninfo.make_conninfo("", **address))
             except trio.TooSlowError:
                 failure = psycopg.OperationalError(f"no answer to connect within {CONNECT_SECONDS:g} s")
             except psycopg.OperationalError as error:
                 failure = error
     raise failure
+
+
+async def _open(address: str) -> Connection:
+    """With its session set: one that lets us in and then says nothing, as a pooler without a server, has not let us in."""
+    with closing(Connection._connect_gen(address)) as connecting:
+        connection = await _run(connecting)
+    connection.prepare_threshold = None  # a pooler may not keep prepared statements, and ours are run once a batch
+    try:
+        await connection.set_autocommit(True)
+        await connection.execute(_session().encode())
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
 
 
 async def _in_thread(look_up: Callable[[], list[Any]]) -> list[Any]:

@@ -165,24 +165,27 @@ async def test_a_listener_that_never_speaks_costs_the_limit(monkeypatch: pytest.
         await until(lambda: silent.ended == silent.accepted == 1, 5, "the end of the attempt's socket")
 
 
-@pytest.mark.req("B14")
-async def test_a_listener_that_falls_silent_after_the_login_costs_the_limit(
+@pytest.mark.req("B14", "N04")
+async def test_a_host_that_falls_silent_after_the_login_costs_its_limit_and_the_next_is_used(
     dsn: str, link: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session's first statement finds no ear."""
+    """A pooler lets everybody in and has no server to ask."""
     monkeypatch.setattr(database, "CONNECT_SECONDS", 0.3)
-    proxy: Proxy = link(port_of(dsn))
-    original = database._connect_any
+    original = database._session
+    pooler: Proxy = link(port_of(dsn))
 
-    async def connect_then_stall(*args: Any) -> Connection:
-        connection = await original(*args)
-        proxy.stall()
-        return connection
+    def stall_then_set() -> str:
+        pooler.stall()
+        return original()
 
-    monkeypatch.setattr(database, "_connect_any", connect_then_stall)
-    with taking(0.3, 2.5), pytest.raises(DependencyDown, match=r"no answer to the session's settings within 0\.3 s"):
-        async with connect(psycopg.conninfo.make_conninfo(dsn, port=proxy.port), APPLICATION):
+    monkeypatch.setattr(database, "_session", stall_then_set)
+    with taking(0.3, 2.5), pytest.raises(DependencyDown, match=r"no answer to connect within 0\.3 s"):
+        async with connect(psycopg.conninfo.make_conninfo(dsn, port=pooler.port), APPLICATION):
             pytest.fail("connected")
+    several = {"host": "127.0.0.1,127.0.0.1", "port": f"{pooler.port},{port_of(dsn)}"}
+    async with connect(psycopg.conninfo.make_conninfo(dsn, **several), APPLICATION) as connection:
+        assert connection.info.port == port_of(dsn)
+        assert await usable(connection)
 
 
 @pytest.mark.req("B14", "B58")
